@@ -1,0 +1,128 @@
+"""Every private name of Lightning that this package touches, each behind one function or class.
+
+A name that moved raises an error that says which one, so that a new Lightning release breaks loudly and in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loops import fetchers
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+
+def _private(owner: Any, name: str) -> Any:
+    """Get a private attribute, or say clearly that this Lightning release does not have it."""
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        where = owner.__name__ if hasattr(owner, "__name__") else type(owner).__name__
+        raise ImportError(
+            f"lightning_tokennorm needs `{where}.{name}`, which lightning {version('lightning')} does not have."
+            " Install a release that CHANGELOG.md names as tested, or report this."
+        ) from None
+
+
+BaseFetcher: Any = _private(fetchers, "_DataFetcher")
+"""The base of the objects through which the loops read batches."""
+
+
+def fetcher_parts(fetcher: Any) -> tuple[Any, Iterator[Any], list[Any]]:
+    """The loaders, the open iterator and the batches that were already read of the fit loop's own fetcher."""
+    return _private(fetcher, "_combined_loader"), fetcher.iterator, fetcher.batches
+
+
+def set_combined_loader(fetcher: Any, combined_loader: Any) -> None:
+    """Let a fetcher read from loaders that are already open."""
+    _private(fetcher, "_combined_loader")
+    fetcher._combined_loader = combined_loader
+
+
+def profiled_read(fetcher: Any) -> Any:
+    """Read one batch as the fetcher's base class does: under the profiler of the loop that owns it."""
+    start, stop = _private(fetcher, "_start_profiler"), _private(fetcher, "_stop_profiler")
+    start()
+    try:
+        return next(fetcher.iterator)
+    finally:
+        stop()
+
+
+def replace_fetcher(trainer: pl.Trainer, replacement: Callable[[Any], Any]) -> Callable[[], None]:
+    """Replace the fit loop's fetcher whenever the loop makes a new one, before its first batch is read.
+
+    Lightning has no hook between the making of the fetcher and its first batch: it makes one in `setup_data`, at the
+    start of `fit` and again where `reload_dataloaders_every_n_epochs` asks for it.
+
+    Args:
+        trainer: The Trainer whose fit loop is meant.
+        replacement: Takes Lightning's new fetcher and returns the one to use in its place.
+
+    Returns:
+        A function that takes the change back.
+    """
+    fit_loop = trainer.fit_loop
+    _private(fit_loop, "_data_fetcher")
+    setup_data = fit_loop.setup_data
+    replaced: Any = None
+
+    def setup_data_and_replace() -> None:
+        nonlocal replaced
+        setup_data()
+        if fit_loop._data_fetcher is not None and fit_loop._data_fetcher is not replaced:
+            replaced = fit_loop._data_fetcher = replacement(fit_loop._data_fetcher)
+
+    def restore() -> None:
+        fit_loop.__dict__.pop("setup_data", None)
+
+    fit_loop.setup_data = setup_data_and_replace  # type: ignore[method-assign]
+    return restore
+
+
+def is_accumulating(trainer: pl.Trainer) -> bool:
+    """Whether the micro-batch in hand is not the last one of its window."""
+    return bool(_private(trainer.fit_loop, "_should_accumulate")())
+
+
+def logs_this_update(trainer: pl.Trainer) -> bool:
+    """Whether Lightning writes to the loggers after the update in hand.
+
+    Only from counters that are the same on all ranks: `Trainer.should_stop`, which Lightning looks at too, may differ,
+    and a collective that hangs on it would not be joined by all.
+    """
+    every: int = _private(trainer, "log_every_n_steps")
+    updates: int = _private(trainer.fit_loop.epoch_loop, "_batches_that_stepped") + 1
+    return every > 0 and updates % every == 0
+
+
+def set_step_value(metric: Metric, value: Any) -> None:
+    """Set what Lightning logs as the step value of a metric; ``None`` for nothing."""
+    _private(metric, "_forward_cache")
+    metric._forward_cache = value
+
+
+def process_group_timeout(strategy: Any) -> timedelta | None:
+    """The timeout that the user gave to the strategy for its collectives."""
+    timeout: timedelta | None = _private(strategy, "_timeout")
+    return timeout
+
+
+def takes_dataloader_iter(module: pl.LightningModule) -> bool:
+    """Whether `training_step` fetches its batches by itself."""
+    return is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
+
+
+def num_eval_loaders(trainer: pl.Trainer) -> int:
+    """How many loaders the running validation or test goes through, one after the other."""
+    loaders = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
+    if isinstance(loaders, CombinedLoader) and _private(loaders, "_mode") != "sequential":
+        return 1
+    return len(trainer.num_test_batches if trainer.testing else trainer.num_val_batches)

@@ -1,0 +1,196 @@
+"""From a batch to its number of supervised tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+"""The label that takes a position out of the loss, as in ``torch.nn.functional.cross_entropy``."""
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+Count: TypeAlias = int | float
+"""A number of supervised tokens; a float is a sum of token weights."""
+
+TokenCounter: TypeAlias = Callable[[Any], "Count | Tensor"]
+"""A callable that takes a batch as the loader yields it and returns its count."""
+
+
+@dataclass(frozen=True)
+class SupervisedTokens:
+    """Counts the labels of a batch that enter the loss.
+
+    With ``labels`` of shape ``[..., seq_len]`` the count is the number of entries of ``labels[..., shift:]`` that
+    differ from ``ignore_index``. Only the labels are looked at: a padded position counts when its label is live,
+    exactly as it does in the loss.
+
+    Args:
+        labels: Where the labels are: a key of a mapping (``dict``, ``BatchEncoding``), an attribute of an object, or
+            the index into a tuple or list.
+        ignore_index: The label of positions without supervision.
+        shift: How many leading positions of the last dimension the loss never predicts. 1 where the model shifts
+            labels against logits (Hugging Face causal LMs), 0 where labels already line up with the logits.
+
+    Raises:
+        TypeError: ``labels`` is neither ``str`` nor ``int``, or another argument is not an ``int``.
+        ValueError: ``shift`` is negative.
+
+    Example:
+        >>> import torch
+        >>> batch = {"labels": torch.tensor([[7, 8, 9, -100], [7, 8, -100, -100]])}
+        >>> SupervisedTokens()(batch)  # 8, 9 and 8: position 0 is never predicted
+        3
+        >>> SupervisedTokens(shift=0)(batch)
+        5
+        >>> SupervisedTokens(labels=1)((torch.zeros(2, 4), batch["labels"]))
+        3
+    """
+
+    labels: str | int = "labels"
+    ignore_index: int = IGNORE_INDEX
+    shift: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.labels, bool) or not isinstance(self.labels, (str, int)):
+            raise TypeError(
+                f"`SupervisedTokens(labels=...)` got {self.labels!r}; expected a key or attribute name (str) or an"
+                " index into the batch (int)."
+            )
+        for name in ("ignore_index", "shift"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"`SupervisedTokens({name}=...)` got {value!r}; expected an int.")
+        if self.shift < 0:
+            raise ValueError(
+                f"`SupervisedTokens(shift=...)` got {self.shift}; expected 1 (the model shifts) or 0 (labels line up)."
+            )
+
+    def __call__(self, batch: Any) -> int | Tensor:
+        """Count the supervised tokens of one micro-batch.
+
+        Args:
+            batch: The micro-batch, as the loader yields it or after its transfer to a device.
+
+        Returns:
+            An ``int`` for labels on the CPU; for labels on another device a 0-dim int64 tensor on that device, so
+            that counting never waits for it.
+
+        Raises:
+            TypeError: The labels are not a tensor of integers.
+            ValueError: The batch holds no such labels, or they are one-dimensional while ``shift`` is not 0.
+        """
+        labels = self._find_labels(batch)
+        if not isinstance(labels, Tensor) or labels.dtype not in _INTEGERS:
+            raise TypeError(
+                f"`SupervisedTokens` found {_describe(labels)} at {self._where()}; expected a tensor of integer labels."
+                " Pass your own `count_tokens` for other kinds of targets."
+            )
+        if self.shift and labels.dim() < 2:
+            raise ValueError(
+                f"`SupervisedTokens(shift={self.shift})` found {_describe(labels)} at {self._where()}; expected shape"
+                " [..., seq_len] with at least two dimensions, since nothing says where the rows of one-dimensional"
+                " labels end. Use `shift=0` if the labels already line up with the logits, else your own"
+                " `count_tokens`."
+            )
+        if self.shift:
+            labels = labels[..., self.shift :]
+        num_tokens = (labels != self.ignore_index).sum()
+        return int(num_tokens) if num_tokens.device.type == "cpu" else num_tokens
+
+    def _find_labels(self, batch: Any) -> Any:
+        try:
+            if isinstance(self.labels, int):
+                if isinstance(batch, (Mapping, str)):
+                    raise TypeError
+                return batch[self.labels]
+            return batch[self.labels] if isinstance(batch, Mapping) else getattr(batch, self.labels)
+        except (KeyError, IndexError, AttributeError, TypeError):
+            raise ValueError(
+                f"`SupervisedTokens` found no labels at {self._where()}. The batch is {_describe_batch(batch)}."
+                " Point `SupervisedTokens(labels=...)` at the labels, or pass your own `count_tokens` to the strategy."
+            ) from None
+
+    def _where(self) -> str:
+        return f"`labels={self.labels!r}`"
+
+
+def check_count(value: Any) -> Count | Tensor:
+    """Check the type of what a counter returned, without waiting for a device.
+
+    Args:
+        value: What the counter returned.
+
+    Returns:
+        The value; 0-dim CPU tensors and NumPy scalars as Python numbers.
+
+    Raises:
+        TypeError: The value is not one number.
+    """
+    if isinstance(value, Tensor) and value.dim() == 0 and value.dtype is not torch.bool and not value.is_complex():
+        return value.item() if value.device.type == "cpu" else value.detach()
+    if not isinstance(value, (bool, Tensor)):
+        if hasattr(value, "__index__"):
+            return int(value)
+        if isinstance(value, float):
+            return float(value)
+    raise TypeError(
+        f"`count_tokens` returned {_describe(value)}; expected the number of supervised tokens of the batch as an"
+        " int, a float (a sum of token weights) or a 0-dim tensor."
+    )
+
+
+def to_host(counts: Sequence[Count | Tensor]) -> tuple[Count, ...]:
+    """Bring the counts of a window to the host, in one transfer for all that live on a device.
+
+    Args:
+        counts: One count per micro-batch, as `check_count` returns them; tensors are 0-dim.
+
+    Returns:
+        The counts as finite Python numbers that are not negative.
+
+    Raises:
+        ValueError: A count is negative, infinite or NaN, or does not fit into 64 bits.
+    """
+    on_device = [count for count in counts if isinstance(count, Tensor)]
+    # float64 holds every integer up to 2**53 exactly: far above what one micro-batch can hold
+    fetched = iter(torch.stack([count.double() for count in on_device]).tolist() if on_device else ())
+    host: list[Count] = []
+    for count in counts:
+        number: Count = count if not isinstance(count, Tensor) else next(fetched)
+        if isinstance(count, Tensor) and not count.is_floating_point():
+            number = int(number)
+        if not math.isfinite(number) or number < 0 or number >= 2**63:
+            raise ValueError(f"`count_tokens` returned {number}; expected a finite count from 0 up to 2**63.")
+        host.append(number)
+    if sum(host) >= 2**63:
+        raise ValueError(f"`count_tokens` returned {sum(host)} in all for one window; expected less than 2**63.")
+    return tuple(host)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)} and dtype {str(value.dtype).removeprefix('torch.')}"
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def _describe_batch(batch: Any) -> str:
+    """What a batch holds, for the text of an error: names or positions, and the shape of each part."""
+    parts: dict[Any, Any]
+    if isinstance(batch, Mapping):
+        parts = dict(batch)
+    elif isinstance(batch, (tuple, list)):
+        parts = dict(enumerate(batch))
+    elif hasattr(batch, "__dict__") and not isinstance(batch, Tensor):
+        parts = vars(batch)
+    else:
+        return _describe(batch)
+    listed = ", ".join(f"{key!r}: {_describe(part)}" for key, part in list(parts.items())[:20])
+    more = f", and {len(parts) - 20} more" if len(parts) > 20 else ""
+    return f"a {type(batch).__name__} that holds {{{listed}{more}}}"

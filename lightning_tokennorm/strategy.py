@@ -1,0 +1,344 @@
+"""`TokenNormDDP`: DDP in which every supervised token of an update has the same weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NoReturn
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from lightning_tokennorm import _compat
+from lightning_tokennorm.counting import Count, SupervisedTokens, TokenCounter, check_count, to_host
+from lightning_tokennorm.errors import TokenNormError
+from lightning_tokennorm.exchange import WindowExchange
+from lightning_tokennorm.gradients import zero_gradients
+from lightning_tokennorm.lookahead import ComingWindow, LookaheadFetcher
+from lightning_tokennorm.window import LossReduction, RankReport, UpdateRecord, WindowPlan, disagreement, total
+
+
+class TokenNormDDP(DDPStrategy):
+    """A `DDPStrategy` whose gradient does not depend on how the tokens are split over ranks and micro-batches.
+
+    At the start of each accumulation window the supervised tokens of all its micro-batches on all ranks are counted
+    and exchanged (``N``), and each micro-batch's loss is rescaled before its backward, so that the update uses
+    ``(sum over all tokens of their loss gradients) / N``. See `lightning_tokennorm.window` for the algebra.
+
+    Args:
+        count_tokens: Counts the supervised tokens of a batch as the loader yields it: a callable that takes the batch
+            and returns an int, a float (a sum of token weights) or a 0-dim tensor. Default: `SupervisedTokens()`.
+        loss_reduction: What ``training_step`` returns: ``"mean"`` over the micro-batch's supervised tokens, or their
+            ``"sum"``.
+        counting: ``"lookahead"``: count before the forward, on the host, by reading ahead in the loader.
+        on_empty: What happens to a window in which no rank has a token: ``"skip"`` leaves parameters and optimizer
+            state untouched on all ranks (``global_step`` and LR schedulers advance, as after an AMP overflow);
+            ``"error"`` raises on all ranks before any backward.
+        uneven: What happens where ranks have different numbers of micro-batches: in this version both ``"pad"`` and
+            ``"error"`` raise on all ranks at the exchange.
+        audit: Not available in this version; has to be ``False``.
+        ddp_hook_reduces: Not available in this version; has to be ``None``.
+        **ddp_kwargs: Passed on to `DDPStrategy`, and by it to `torch.nn.parallel.DistributedDataParallel`.
+
+    Raises:
+        TypeError: ``count_tokens`` is not callable.
+        ValueError: Another option has a value that is not listed above.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_tokennorm import TokenMeanMetric, TokenNormDDP
+        >>> trainer = Trainer(
+        ...     accelerator="cpu",
+        ...     devices=2,
+        ...     accumulate_grad_batches=4,
+        ...     logger=False,
+        ...     strategy=TokenNormDDP(),
+        ...     callbacks=[TokenMeanMetric()],
+        ... )
+        >>> trainer.strategy.loss_reduction
+        'mean'
+    """
+
+    def __init__(
+        self,
+        *,
+        count_tokens: TokenCounter | None = None,
+        loss_reduction: LossReduction = "mean",
+        counting: Literal["lookahead"] = "lookahead",
+        on_empty: Literal["skip", "error"] = "skip",
+        uneven: Literal["pad", "error"] = "pad",
+        audit: bool = False,
+        ddp_hook_reduces: Literal["mean", "sum"] | None = None,
+        **ddp_kwargs: Any,
+    ) -> None:
+        if count_tokens is not None and not callable(count_tokens):
+            raise TypeError(
+                f"`TokenNormDDP(count_tokens=...)` got {count_tokens!r}; expected a callable that takes a batch and"
+                " returns its number of supervised tokens."
+            )
+        _check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
+        _check_choice("counting", counting, ("lookahead",))
+        _check_choice("on_empty", on_empty, ("skip", "error"))
+        _check_choice("uneven", uneven, ("pad", "error"))
+        _check_choice("audit", audit, (False,))
+        _check_choice("ddp_hook_reduces", ddp_hook_reduces, (None,))
+        super().__init__(**ddp_kwargs)
+        self._count_tokens: TokenCounter = SupervisedTokens() if count_tokens is None else count_tokens
+        self._loss_reduction: LossReduction = loss_reduction
+        self._counting = counting
+        self._on_empty = on_empty
+        self._last_update: UpdateRecord | None = None
+        # The window in hand; `None` before the first one.
+        self._plan: WindowPlan | None = None
+        self._micro_batch = -1
+        self._loss_sums: dict[int, Tensor] = {}
+        self._optimizer_stepped = False
+        # What exists only while fitting.
+        self._exchange = WindowExchange()
+        self._restore_fetcher: Callable[[], None] | None = None
+        self._step_hook: RemovableHandle | None = None
+
+    @property
+    def count_tokens(self) -> TokenCounter:
+        """The counter of supervised tokens: a batch goes in, its count comes out."""
+        return self._count_tokens
+
+    @property
+    def loss_reduction(self) -> LossReduction:
+        """What ``training_step`` is taken to return: ``"mean"`` or ``"sum"``."""
+        return self._loss_reduction
+
+    @property
+    def last_update(self) -> UpdateRecord | None:
+        """The record of the latest optimizer update, skipped ones too; ``None`` before the first.
+
+        A new one is there when ``on_train_batch_end`` runs for the last micro-batch of a window.
+        """
+        return self._last_update
+
+    # ---- set-up and teardown
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self._refuse_impossible_setup()
+        super().setup(trainer)
+        if not fitting:
+            return
+        # N and W have to come from the group that DDP averages over.
+        assert isinstance(self.model, DistributedDataParallel)
+        self._exchange = WindowExchange.spanning(self.model.process_group, _compat.process_group_timeout(self))
+        self._restore_fetcher = _compat.replace_fetcher(trainer, lambda fetcher: self._new_fetcher().adopt(fetcher))
+        if self.optimizers:
+            self._step_hook = self.optimizers[0].register_step_post_hook(self._note_step)
+        self._plan = self._last_update = None
+
+    def _refuse_impossible_setup(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if not module.automatic_optimization:
+            raise MisconfigurationException(
+                f"`TokenNormDDP` rescales the loss that Lightning backpropagates, but"
+                f" `{type(module).__name__}.automatic_optimization` is False: manual optimization runs the backward"
+                " itself, so the tokens would not weigh the same. Use automatic optimization, or `DDPStrategy` and"
+                " your own scaling."
+            )
+        if _compat.takes_dataloader_iter(module):
+            raise MisconfigurationException(
+                f"`TokenNormDDP` counts the tokens of a window before its first micro-batch, but"
+                f" `{type(module).__name__}.training_step(dataloader_iter)` fetches its batches itself. Take"
+                " `training_step(self, batch, batch_idx)`."
+            )
+        if self.handles_gradient_accumulation:
+            raise MisconfigurationException(
+                f"`{type(self).__name__}.handles_gradient_accumulation` is True, so losses would be divided by"
+                " `accumulate_grad_batches` twice or not at all. Leave accumulation to the Trainer."
+            )
+
+    def _new_fetcher(self) -> LookaheadFetcher:
+        return LookaheadFetcher(
+            count=lambda batch: check_count(self._count_tokens(batch)),
+            accumulate=lambda: self._accumulate,
+            start_window=self._start_window,
+            start_micro_batch=self._start_micro_batch,
+        )
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        rank_zero_info(
+            f"TokenNormDDP: every supervised token weighs the same over W={self._exchange.world_size} ranks and"
+            f" K={self._accumulate} micro-batches per update (counting={self._counting!r},"
+            f" loss_reduction={self._loss_reduction!r})."
+        )
+
+    @override
+    def teardown(self) -> None:
+        if self._restore_fetcher is not None:
+            self._restore_fetcher()
+            self._restore_fetcher = None
+        if self._step_hook is not None:
+            self._step_hook.remove()
+            self._step_hook = None
+        self._exchange = WindowExchange()
+        super().teardown()
+
+    # ---- the window: plan, scale, record
+
+    @property
+    def _accumulate(self) -> int:
+        assert self.lightning_module is not None
+        return int(self.lightning_module.trainer.accumulate_grad_batches)
+
+    @property
+    def _update_index(self) -> int:
+        assert self.lightning_module is not None
+        return int(self.lightning_module.trainer.global_step)
+
+    def _start_window(self, coming: ComingWindow[Count | Tensor]) -> None:
+        """Exchange what every rank has for the coming window and plan it, or raise on all ranks."""
+        self._plan = None
+        failure = coming.failure
+        tokens: tuple[Count, ...] = ()
+        try:
+            tokens = to_host(coming.counts)
+        except ValueError as error:
+            failure = failure or error
+        reports = self._exchange.gather(
+            RankReport(total(tokens), len(coming.counts), self._accumulate, coming.more, refuses=failure is not None)
+        )
+        # From here on every rank holds the same reports and decides the same.
+        if any(report.refuses for report in reports):
+            self._refuse_together(failure)
+        if problem := disagreement(reports):
+            raise TokenNormError(f"At update {self._update_index}, {problem}")
+        if not coming.counts:  # the data of all ranks has ended
+            return
+        plan = WindowPlan.agreed(reports, tokens)
+        if plan.num_tokens == 0 and self._on_empty == "error":
+            raise TokenNormError(
+                f"At update {self._update_index}, the window of {plan.micro_batches} micro-batches has no supervised"
+                f' token on any of {plan.world_size} ranks. Look at the labels, or use `on_empty="skip"`.'
+            )
+        self._plan = plan
+        self._loss_sums = {}
+
+    def _refuse_together(self, failure: Exception | None) -> NoReturn:
+        reasons = self._exchange.gather_reasons(None if failure is None else f"{type(failure).__name__}: {failure}")
+        listed = " ".join(f"Rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
+        raise TokenNormError(
+            f"At update {self._update_index}, the coming micro-batches cannot be used. {listed}"
+        ) from failure
+
+    def _start_micro_batch(self, index: int) -> None:
+        self._micro_batch = index
+
+    def _window_in_hand(self, doing: str) -> WindowPlan:
+        plan = self._plan
+        if plan is None:
+            raise TokenNormError(
+                f"{doing} was called outside an accumulation window, so the number of supervised tokens is not known."
+                " Leave the backward to Lightning, with batches from the Trainer's training loader."
+            )
+        if plan.accumulate != self._accumulate:
+            raise TokenNormError(
+                f"`accumulate_grad_batches` went from {plan.accumulate} to {self._accumulate} inside a window of"
+                f" {plan.micro_batches} micro-batches. Change it between windows, as `GradientAccumulationScheduler`"
+                " does at the start of an epoch."
+            )
+        return plan
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        plan = self._window_in_hand("`backward`")
+        # The factor has to be on the loss before the precision plugin's scale, hence here: what `pre_backward`
+        # returns is dropped. `closure_loss` is not changed in place, it is what callbacks see in `outputs`.
+        factor = plan.factor(self._micro_batch, self._loss_reduction)
+        if factor == 0.0:
+            assert self.lightning_module is not None
+            with zero_gradients(self.lightning_module.parameters()):
+                return super().backward(closure_loss * factor, optimizer, *args, **kwargs)
+        # Kept per micro-batch: an optimizer may run a closure more than once.
+        self._loss_sums[self._micro_batch] = plan.loss_sum(
+            self._micro_batch, closure_loss.detach(), self._loss_reduction
+        )
+        return super().backward(closure_loss * factor, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        plan = self._window_in_hand("`optimizer_step`")
+        if self._micro_batch != plan.micro_batches - 1:
+            raise TokenNormError(
+                f"The optimizer steps after micro-batch {self._micro_batch + 1} of a window of {plan.micro_batches}:"
+                " the plan of the window no longer holds. Leave `accumulate_grad_batches` and the end of the epoch"
+                " alone inside a window."
+            )
+        self._optimizer_stepped = False
+        if plan.num_tokens == 0:
+            # Not even a step with zero gradients: weight decay and momentum would still move the parameters. The
+            # closure runs all the same, so that DDP and Lightning see a window like any other.
+            result = closure()
+            self._record(plan, "no rank has a supervised token in this window")
+            return result
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._record(plan, None if self._optimizer_stepped else "the gradients are not finite: the scaler skipped it")
+        return result
+
+    def _note_step(self, *_: Any) -> None:
+        self._optimizer_stepped = True
+
+    def _record(self, plan: WindowPlan, skipped_because: str | None) -> None:
+        zero = torch.zeros((), dtype=torch.float64, device=self.root_device)
+        self._last_update = UpdateRecord(
+            index=self._update_index,
+            num_tokens=plan.num_tokens,
+            micro_batches=plan.micro_batches,
+            world_size=plan.world_size,
+            tokens_min=plan.tokens_min,
+            tokens_max=plan.tokens_max,
+            loss_sum=sum(self._loss_sums.values(), start=zero),
+            applied=skipped_because is None,
+            skipped_because=skipped_because,
+        )
+
+    # ---- names
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register the names of this family; a name that is already taken is left as it is."""
+        for name, start_method in (
+            ("tokennorm_ddp", "popen"),
+            ("tokennorm_ddp_spawn", "spawn"),
+            ("tokennorm_ddp_fork", "fork"),
+            ("tokennorm_ddp_notebook", "fork"),
+        ):
+            if name not in strategy_registry:
+                strategy_registry.register(
+                    name,
+                    cls,
+                    description=f"DDP with token-normalised gradients and `start_method` '{start_method}'",
+                    start_method=start_method,
+                )
+
+
+def _check_choice(option: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        expected = " or ".join(repr(choice) for choice in choices)
+        raise ValueError(f"`TokenNormDDP({option}=...)` got {value!r}; expected {expected}.")

@@ -1,0 +1,187 @@
+"""The accumulation window: what all ranks know of it before its first backward, and the factors that follow.
+
+The law. Rank ``r``'s micro-batch ``k`` has ``n[r, k]`` supervised tokens with loss sum ``S[r, k]``. With ``N`` the sum
+of all ``n[r, k]`` over the window and the ``W`` ranks, one update uses the gradient ``sum(grad S[r, k]) / N``.
+
+What stands between the user's loss and that gradient: Lightning divides every training loss by
+``K = accumulate_grad_batches`` (also in a short last window), backward adds the micro-batches up, and DDP divides the
+ranks' sum by ``W``. So the loss that Lightning hands over has to be multiplied by
+
+    K * W / N              where ``training_step`` returned the sum ``S``
+    K * W * n[r, k] / N    where it returned the mean ``S / n[r, k]``
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from torch import Tensor
+
+from lightning_tokennorm.counting import Count
+
+LossReduction: TypeAlias = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank says of its coming window: one row of the exchange."""
+
+    num_tokens: Count
+    """Supervised tokens of this rank's micro-batches in the window."""
+    micro_batches: int
+    """Micro-batches that this rank has for the window, at most `accumulate`."""
+    accumulate: int
+    """``K``, by which Lightning divides each loss."""
+    more: bool
+    """Whether this rank has another micro-batch in this epoch after the window."""
+    refuses: bool = False
+    """Whether this rank cannot go on; the reasons are exchanged afterwards."""
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """A window that all ranks agree on. Made once, before its first backward, and never changed.
+
+    Example:
+        >>> from lightning_tokennorm.window import RankReport, WindowPlan
+        >>> ranks = [RankReport(8, 3, 3, False), RankReport(16, 3, 3, False)]
+        >>> plan = WindowPlan.agreed(ranks, tokens=(3, 1, 4))
+        >>> plan.num_tokens
+        24
+        >>> plan.factor(0, "mean")  # K * W * n / N = 3 * 2 * 3 / 24
+        0.75
+    """
+
+    num_tokens: Count
+    """``N``: supervised tokens of the window over all micro-batches and ranks."""
+    world_size: int
+    """``W``: ranks over which DDP averages."""
+    accumulate: int
+    """``K``, by which Lightning divides each loss of the window."""
+    tokens: tuple[Count, ...]
+    """``n[r, k]`` of this rank, one per micro-batch."""
+    tokens_min: Count
+    """The smallest number of tokens that a rank has in the window."""
+    tokens_max: Count
+    """The largest number of tokens that a rank has in the window."""
+
+    @classmethod
+    def agreed(cls, reports: Sequence[RankReport], tokens: tuple[Count, ...]) -> WindowPlan:
+        """The plan that follows from the reports of all ranks, in which `disagreement` found nothing.
+
+        Args:
+            reports: One report per rank, the same list on every rank.
+            tokens: ``n[r, k]`` of this rank.
+        """
+        per_rank = [report.num_tokens for report in reports]
+        return cls(
+            num_tokens=total(per_rank),
+            world_size=len(reports),
+            accumulate=reports[0].accumulate,
+            tokens=tokens,
+            tokens_min=min(per_rank),
+            tokens_max=max(per_rank),
+        )
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of the window on this rank (the same number on every rank)."""
+        return len(self.tokens)
+
+    def factor(self, micro_batch: int, loss_reduction: LossReduction) -> float:
+        """What the loss that Lightning hands over is multiplied by before its backward.
+
+        Args:
+            micro_batch: The index ``k`` of the micro-batch in the window.
+            loss_reduction: Whether ``training_step`` returned the mean over the micro-batch's tokens or their sum.
+
+        Returns:
+            The factor; 0.0 for a micro-batch without tokens, whose loss says nothing whatever its value is.
+        """
+        num_tokens = self.tokens[micro_batch]
+        if num_tokens == 0:
+            return 0.0
+        undo_averages = self.accumulate * self.world_size
+        return undo_averages * (num_tokens if loss_reduction == "mean" else 1) / self.num_tokens
+
+    def loss_sum(self, micro_batch: int, loss: Tensor, loss_reduction: LossReduction) -> Tensor:
+        """``S[r, k]`` from the loss that Lightning hands over, which is the user's loss divided by ``K``.
+
+        Args:
+            micro_batch: The index ``k`` of the micro-batch in the window; it has at least one token.
+            loss: The detached loss, shape ``()``.
+            loss_reduction: Whether ``training_step`` returned the mean over the micro-batch's tokens or their sum.
+
+        Returns:
+            The sum of the losses of its tokens, shape ``()``, float64, on the loss's device.
+        """
+        return loss.double() * (self.accumulate * (self.tokens[micro_batch] if loss_reduction == "mean" else 1))
+
+
+@dataclass(frozen=True)
+class UpdateRecord:
+    """What went into one optimizer update."""
+
+    index: int
+    """The update's number: ``trainer.global_step`` before it."""
+    num_tokens: Count
+    """``N``: supervised tokens over the window's micro-batches and all ranks."""
+    micro_batches: int
+    """Micro-batches of the window per rank."""
+    world_size: int
+    """``W``: ranks over which DDP averages."""
+    tokens_min: Count
+    """The smallest number of tokens that a rank had."""
+    tokens_max: Count
+    """The largest number of tokens that a rank had."""
+    loss_sum: Tensor
+    """Sum of the losses of this rank's tokens: shape ``()``, float64, detached, on the rank's device."""
+    applied: bool
+    """Whether the optimizer stepped."""
+    skipped_because: str | None
+    """Why it did not, else ``None``."""
+
+
+def total(counts: Iterable[Count]) -> Count:
+    """The sum of counts: exact for ints, correctly rounded (whatever the order) where there is a float."""
+    counts = list(counts)
+    return sum(counts) if all(isinstance(count, int) for count in counts) else math.fsum(counts)
+
+
+def disagreement(reports: Sequence[RankReport]) -> str | None:
+    """Say in what the ranks' windows do not fit together.
+
+    Args:
+        reports: One report per rank, the same list on every rank: so all ranks come to the same answer.
+
+    Returns:
+        A sentence that names the ranks, what each has and what to change; ``None`` where the ranks agree.
+    """
+    if len({report.accumulate for report in reports}) > 1:
+        return (
+            f"`accumulate_grad_batches` differs between ranks: {_by_rank(r.accumulate for r in reports)}."
+            " Give every rank the same value."
+        )
+    remedy = (
+        " Every rank has to yield the same number of batches per epoch: use a DistributedSampler, or cut the longer"
+        " streams (`limit_train_batches` is one way)."
+    )
+    if len({report.micro_batches for report in reports}) > 1:
+        return (
+            "the ranks disagree on the number of micro-batches in this window:"
+            f" {_by_rank(r.micro_batches for r in reports)}.{remedy}"
+        )
+    if len({report.more for report in reports}) > 1:
+        ended = [rank for rank, report in enumerate(reports) if not report.more]
+        return (
+            f"the epoch of rank {', '.join(map(str, ended))} ends with this window while other ranks have more"
+            f" micro-batches.{remedy}"
+        )
+    return None
+
+
+def _by_rank(values: Iterable[object]) -> str:
+    return ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(values))

@@ -1,0 +1,22 @@
+"""Every test starts from the same seed and threads, and leaves no process group behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+@pytest.fixture(autouse=True)
+def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    environment = dict(os.environ)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

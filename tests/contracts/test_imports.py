@@ -1,0 +1,60 @@
+"""Data runs one way, and so do imports: a module may import only what stands before it in the design."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "lightning_tokennorm"
+
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "counting": {"torch"},
+    "gradients": {"torch"},
+    "window": {"torch", "counting"},
+    "exchange": {"torch", "counting", "errors", "window"},
+    "_compat": {"lightning", "torchmetrics"},
+    "lookahead": {"_compat"},
+    "metric": {"torch", "torchmetrics", "counting"},
+    "callbacks": {"torch", "torchmetrics", "lightning", "_compat", "counting", "metric", "window", "typing_extensions"},
+    "strategy": {
+        *("torch", "lightning", "typing_extensions"),
+        *("_compat", "counting", "errors", "exchange", "gradients", "lookahead", "window"),
+    },
+    "__init__": {"lightning", "callbacks", "counting", "errors", "metric", "strategy", "window"},
+}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Third-party packages, and modules of this package by their own name."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: relative import"
+            module = node.module or ""
+            names = [f"{module}.{alias.name}" for alias in node.names] if module == PACKAGE.name else [module]
+        for name in names:
+            parts = name.split(".")
+            found.add(parts[1] if parts[0] == PACKAGE.name else parts[0])
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.stem)
+def test_imports_run_one_way(path: Path) -> None:
+    import sys
+
+    own_and_third_party = {name for name in imports_of(path) if name not in sys.stdlib_module_names}
+    assert own_and_third_party <= ALLOWED[path.stem]
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.stem)
+def test_private_names_of_lightning_go_through_compat(path: Path) -> None:
+    private = re.compile(r"\b(fit_loop|epoch_loop|trainer|strategy|fetcher|plugin|pl_module|lightning_module)\._[a-z]")
+    if path.stem != "_compat":
+        assert not private.findall(path.read_text())

@@ -1,0 +1,83 @@
+"""The public names, their arguments and defaults: users and their configurations are written against them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+from importlib.resources import files
+
+import pytest
+
+import lightning_tokennorm as package
+
+
+def parameters(function: object) -> dict[str, object]:
+    empty = inspect.Parameter.empty
+    signature = inspect.signature(function)  # type: ignore[arg-type]
+    return {name: None if p.default is empty else p.default for name, p in signature.parameters.items()}
+
+
+def test_names() -> None:
+    assert set(package.__all__) == {
+        "SupervisedTokens",
+        "TokenMean",
+        "TokenMeanMetric",
+        "TokenNormDDP",
+        "TokenNormError",
+        "UpdateRecord",
+    }
+
+
+def test_signatures() -> None:
+    assert parameters(package.TokenNormDDP) == {
+        "count_tokens": None,
+        "loss_reduction": "mean",
+        "counting": "lookahead",
+        "on_empty": "skip",
+        "uneven": "pad",
+        "audit": False,
+        "ddp_hook_reduces": None,
+        "ddp_kwargs": None,
+    }
+    assert parameters(package.SupervisedTokens) == {"labels": "labels", "ignore_index": -100, "shift": 1}
+    assert parameters(package.TokenMeanMetric) == {
+        "name": "loss_per_token",
+        "count_tokens": None,
+        "loss_reduction": None,
+        "perplexity": False,
+    }
+    assert list(parameters(package.TokenMean.update)) == ["self", "loss_sum", "num_tokens"]
+    assert [field.name for field in dataclasses.fields(package.UpdateRecord)] == [
+        "index",
+        "num_tokens",
+        "micro_batches",
+        "world_size",
+        "tokens_min",
+        "tokens_max",
+        "loss_sum",
+        "applied",
+        "skipped_because",
+    ]
+    assert issubclass(package.TokenNormError, RuntimeError)
+
+
+def test_records_cannot_be_changed() -> None:
+    record = package.UpdateRecord(0, 1, 1, 1, 1, 1, None, True, None)  # type: ignore[arg-type]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        record.index = 1  # type: ignore[misc]
+
+
+def test_typed() -> None:
+    assert files(package).joinpath("py.typed").is_file()
+
+
+def test_import_registers_names_and_says_nothing() -> None:
+    code = (
+        "import lightning.pytorch as pl, logging; before = list(logging.getLogger('lightning_tokennorm').handlers);"
+        "import lightning_tokennorm; assert logging.getLogger('lightning_tokennorm').handlers == before;"
+        "from lightning.pytorch.strategies import StrategyRegistry; assert 'tokennorm_ddp' in StrategyRegistry"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -1,0 +1,55 @@
+"""The algebra of a window, without processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_tokennorm.window import RankReport, WindowPlan, disagreement, total
+
+
+def report(num_tokens: float = 4, micro_batches: int = 3, accumulate: int = 3, more: bool = False) -> RankReport:
+    return RankReport(num_tokens, micro_batches, accumulate, more)
+
+
+def test_factors_undo_what_lightning_and_ddp_divide() -> None:
+    # R1 on rank 0: n = 3, 1, 4 of N = 24, W = 2, K = 3
+    plan = WindowPlan.agreed([report(8), report(16)], (3, 1, 4))
+    assert (plan.num_tokens, plan.tokens_min, plan.tokens_max, plan.micro_batches) == (24, 8, 16, 3)
+    assert [plan.factor(k, "mean") for k in range(3)] == [6 * 3 / 24, 6 * 1 / 24, 6 * 4 / 24]
+    assert [plan.factor(k, "sum") for k in range(3)] == [6 / 24] * 3
+
+
+def test_empty_micro_batches_and_windows_have_factor_zero() -> None:
+    plan = WindowPlan.agreed([report(4), report(0)], (0, 4, 0))
+    assert [plan.factor(k, "sum") for k in range(3)] == [0, 1.5, 0]
+    assert WindowPlan.agreed([report(0), report(0)], (0, 0, 0)).factor(1, "mean") == 0
+
+
+def test_loss_sum_from_what_lightning_hands_over() -> None:
+    plan = WindowPlan.agreed([report(8), report(16)], (3, 1, 4))
+    loss = torch.tensor(2.0) / 3  # a mean of 2 over 4 tokens, divided by K
+    assert plan.loss_sum(2, loss, "mean").item() == pytest.approx(8.0, abs=1e-6)
+    assert plan.loss_sum(2, loss, "sum").item() == pytest.approx(2.0, abs=1e-6)
+    assert plan.loss_sum(2, loss, "sum").dtype is torch.float64
+
+
+def test_totals() -> None:
+    assert total([]) == 0
+    assert total([2**62, 2**62, 1]) == 2**63 + 1
+    # 0.1 ten times is 0.9999999999999999 when added one by one
+    assert total([0.1] * 10) == 1.0
+    assert isinstance(total([1, 2.0]), float)
+
+
+def test_agreement_and_disagreement() -> None:
+    assert disagreement([report(), report(9)]) is None
+    for reports, parts in (
+        ([report(), report(micro_batches=2)], ["rank 0 has 3, rank 1 has 2", "DistributedSampler"]),
+        ([report(more=True), report()], ["the epoch of rank 1 ends"]),
+        ([report(), report(accumulate=4)], ["`accumulate_grad_batches` differs", "rank 0 has 3, rank 1 has 4"]),
+    ):
+        problem = disagreement(reports)
+        assert problem is not None
+        for part in parts:
+            assert part in problem
