@@ -118,6 +118,31 @@ def test_unlogged_updates_keep_the_bar_and_log_nothing(tmp_path: Any) -> None:
     assert [row["step"] for row in read_csv(tmp_path) if row["train_loss_per_token_step"]] == ["1", "3"]
 
 
+class Stops(Callback):
+    """Ends training at the third update, where Lightning writes to the loggers whatever `log_every_n_steps` says."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step == 3
+
+
+def fit_and_stop(rank: int, world_size: int, folder: str) -> None:
+    trainer = make_trainer(
+        world_size,
+        strategy=TokenNormDDP(),
+        callbacks=[TokenMeanMetric(), Stops()],
+        logger=CSVLogger(folder, name="", version=""),
+        log_every_n_steps=2,
+    )
+    trainer.fit(ScalarModule(), make_loader([(3, rank + x) for x in (1, 2, 3, 4)]))
+
+
+def test_a_value_is_never_logged_again_as_anothers(tmp_path: Any) -> None:
+    run_ranks(fit_and_stop, 2, str(tmp_path))
+    # update 1: (3 * 2 + 3 * 3) / 6; what is written at update 2 has no value of ours
+    for key, value in (("train_loss_per_token_step", "2.5"), ("train_tokens", "6")):
+        assert {row["step"]: row[key] for row in read_csv(tmp_path) if row[key]} == {"1": value}
+
+
 def test_empty_rank_and_empty_window() -> None:
     for result in run_ranks(fit, 2, R0, 2):
         assert result["bar"][-1] == 2.0  # 12 / 6, rank 0's NaN means are replaced
