@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loops import fetchers
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from packaging.version import Version
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -126,3 +127,8 @@ def num_eval_loaders(trainer: pl.Trainer) -> int:
     if isinstance(loaders, CombinedLoader) and _private(loaders, "_mode") != "sequential":
         return 1
     return len(trainer.num_test_batches if trainer.testing else trainer.num_val_batches)
+
+
+def loader_suffix(index: int) -> str:
+    """What Lightning appends to the keys of one of several loaders; before 2.5.3 it let nobody else do so."""
+    return f"/dataloader_idx_{index}" if Version(version("lightning")) >= Version("2.5.3") else f"/loader_{index}"

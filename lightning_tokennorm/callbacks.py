@@ -184,7 +184,7 @@ class TokenMeanMetric(Callback):
             )
         # On every rank, also one without a batch: Lightning exchanges the sums of what is logged here.
         for index, metrics in enumerate(self._eval):
-            suffix = f"/dataloader_idx_{index}" if len(self._eval) > 1 else ""
+            suffix = _compat.loader_suffix(index) if len(self._eval) > 1 else ""
             for key, metric in metrics.items():
                 self._log(pl_module, key + suffix, metric, on_epoch=True)
 

@@ -16,7 +16,7 @@ ALLOWED: dict[str, set[str]] = {
     "gradients": {"torch"},
     "window": {"torch", "counting"},
     "exchange": {"torch", "counting", "errors", "window"},
-    "_compat": {"lightning", "torchmetrics"},
+    "_compat": {"lightning", "packaging", "torchmetrics"},
     "lookahead": {"_compat"},
     "metric": {"torch", "torchmetrics", "counting"},
     "callbacks": {"torch", "torchmetrics", "lightning", "_compat", "counting", "metric", "window", "typing_extensions"},

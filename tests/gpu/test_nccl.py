@@ -1,0 +1,75 @@
+"""The same rig on GPUs over NCCL, started as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: NCCL and CUDA are not here")
+
+SCRIPT = """
+import json, sys
+import torch
+import torch.distributed as dist
+from lightning_tokennorm import TokenMeanMetric, TokenNormDDP
+from tests.helpers.scalar_rig import R1, ScalarModule, deal, make_loader, make_trainer
+
+
+class Checked(ScalarModule):
+    def on_train_start(self):
+        assert dist.get_backend() == "nccl"
+        assert dist.get_backend(self.trainer.strategy._exchange.group) == "gloo"
+
+    def training_step(self, batch, batch_idx):
+        assert batch["labels"].device.type == "cuda"
+        return self.loss(batch)  # nothing that waits for the device
+
+    def on_before_backward(self, loss):
+        torch.cuda.set_sync_debug_mode("error")  # our scaling and DDP's backward must not synchronise
+
+    def on_after_backward(self):
+        torch.cuda.set_sync_debug_mode("default")
+
+    def on_train_end(self):
+        with open(f"{sys.argv[2]}/rank{self.global_rank}.json", "w") as file:
+            json.dump([self.gradients, self.trainer.callback_metrics["train_loss_per_token"].item()], file)
+
+
+if __name__ == "__main__":
+    world_size = int(sys.argv[1])
+    table = deal(R1, world_size)
+    trainer = make_trainer(
+        world_size,
+        accelerator="gpu",
+        strategy=TokenNormDDP(),
+        accumulate_grad_batches=len(table[0]),
+        callbacks=[TokenMeanMetric()],
+    )
+    trainer.fit(Checked(), make_loader(table[trainer.global_rank]))
+"""
+
+
+def test_window_over_gpus(tmp_path: Path) -> None:
+    world_size = min(2, torch.cuda.device_count())
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, str(script), str(world_size), str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in range(world_size):
+        gradients, logged = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert gradients == pytest.approx([1.75], abs=1e-12)
+        assert logged == pytest.approx(1.75, abs=1e-12)
