@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops import fetchers
+from lightning.pytorch.overrides import distributed
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from packaging.version import Version
@@ -108,6 +109,18 @@ def set_step_value(metric: Metric, value: Any) -> None:
     """Set what Lightning logs as the step value of a metric; ``None`` for nothing."""
     _private(metric, "_forward_cache")
     metric._forward_cache = value
+
+
+def register_comm_hook(strategy: Any) -> None:
+    """Register the user's DDP communication hook where Lightning does not: it drops it on everything but CUDA."""
+    if strategy.root_device.type == "cuda":
+        return
+    _private(distributed, "_register_ddp_comm_hook")(
+        model=strategy.model,
+        ddp_comm_state=_private(strategy, "_ddp_comm_state"),
+        ddp_comm_hook=_private(strategy, "_ddp_comm_hook"),
+        ddp_comm_wrapper=_private(strategy, "_ddp_comm_wrapper"),
+    )
 
 
 def process_group_timeout(strategy: Any) -> timedelta | None:

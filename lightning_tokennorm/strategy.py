@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NoReturn
 
 import lightning.pytorch as pl
@@ -11,6 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_tokennorm import _compat
+from lightning_tokennorm.comm_hooks import HookReduces, group_of, is_torch_hook, what_hook_leaves
 from lightning_tokennorm.counting import Count, SupervisedTokens, TokenCounter, check_count, to_host
 from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.exchange import WindowExchange
@@ -45,13 +48,17 @@ class TokenNormDDP(DDPStrategy):
             ``"error"`` raises on all ranks before any backward.
         uneven: What happens where ranks have different numbers of micro-batches: in this version both ``"pad"`` and
             ``"error"`` raise on all ranks at the exchange.
-        audit: Not available in this version; has to be ``False``.
-        ddp_hook_reduces: Not available in this version; has to be ``None``.
+        audit: Whether to compare, for each micro-batch whose ``training_step`` returns
+            ``{"loss": ..., "num_tokens": ...}``, that count with the one from the look-ahead. Where they differ, all
+            ranks raise before the update. Costs a synchronisation per micro-batch and a collective per window.
+        ddp_hook_reduces: What a ``ddp_comm_hook`` leaves of the ranks' gradients, ``"mean"`` or ``"sum"``. Known for
+            torch's averaging hooks; any other has to be declared, lest every update be ``W`` times off.
         **ddp_kwargs: Passed on to `DDPStrategy`, and by it to `torch.nn.parallel.DistributedDataParallel`.
 
     Raises:
         TypeError: ``count_tokens`` is not callable.
-        ValueError: Another option has a value that is not listed above.
+        ValueError: Another option has a value that is not listed above, or a ``ddp_comm_hook`` is neither known nor
+            declared.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -77,7 +84,7 @@ class TokenNormDDP(DDPStrategy):
         on_empty: Literal["skip", "error"] = "skip",
         uneven: Literal["pad", "error"] = "pad",
         audit: bool = False,
-        ddp_hook_reduces: Literal["mean", "sum"] | None = None,
+        ddp_hook_reduces: HookReduces | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         if count_tokens is not None and not callable(count_tokens):
@@ -89,18 +96,24 @@ class TokenNormDDP(DDPStrategy):
         _check_choice("counting", counting, ("lookahead",))
         _check_choice("on_empty", on_empty, ("skip", "error"))
         _check_choice("uneven", uneven, ("pad", "error"))
-        _check_choice("audit", audit, (False,))
-        _check_choice("ddp_hook_reduces", ddp_hook_reduces, (None,))
+        _check_choice("audit", audit, (False, True))
+        _check_choice("ddp_hook_reduces", ddp_hook_reduces, (None, "mean", "sum"))
+        self._comm_hook, self._comm_state = ddp_kwargs.get("ddp_comm_hook"), ddp_kwargs.get("ddp_comm_state")
+        self._hook_leaves = what_hook_leaves(
+            self._comm_hook, ddp_kwargs.get("ddp_comm_wrapper"), self._comm_state, ddp_hook_reduces
+        )
         super().__init__(**ddp_kwargs)
         self._count_tokens: TokenCounter = SupervisedTokens() if count_tokens is None else count_tokens
         self._loss_reduction: LossReduction = loss_reduction
         self._counting = counting
         self._on_empty = on_empty
+        self._audit = audit
         self._last_update: UpdateRecord | None = None
         # The window in hand; `None` before the first one.
         self._plan: WindowPlan | None = None
         self._micro_batch = -1
         self._loss_sums: dict[int, Tensor] = {}
+        self._mismatches: dict[int, str] = {}
         self._optimizer_stepped = False
         # What exists only while fitting.
         self._exchange = WindowExchange()
@@ -137,7 +150,14 @@ class TokenNormDDP(DDPStrategy):
             return
         # N and W have to come from the group that DDP averages over.
         assert isinstance(self.model, DistributedDataParallel)
-        self._exchange = WindowExchange.spanning(self.model.process_group, _compat.process_group_timeout(self))
+        group = self.model.process_group
+        if is_torch_hook(self._comm_hook) and group_of(self._comm_state) is not group:
+            raise MisconfigurationException(
+                "`ddp_comm_hook` reduces over another process group than DDP (`ddp_comm_state` names it, or means the"
+                " whole world when it is None). Give the state the group that you give as `process_group`."
+            )
+        _compat.register_comm_hook(self)
+        self._exchange = WindowExchange.spanning(group, _compat.process_group_timeout(self))
         self._restore_fetcher = _compat.replace_fetcher(trainer, lambda fetcher: self._new_fetcher().adopt(fetcher))
         if self.optimizers:
             self._step_hook = self.optimizers[0].register_step_post_hook(self._note_step)
@@ -176,6 +196,11 @@ class TokenNormDDP(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        if self._comm_hook is None and getattr(self.model, "_comm_hooks", None):
+            raise MisconfigurationException(
+                "A communication hook was registered on the DDP module itself, and what it does to the scale is not"
+                " known. Pass it as `TokenNormDDP(ddp_comm_hook=..., ddp_hook_reduces='mean' or 'sum')`."
+            )
         rank_zero_info(
             f"TokenNormDDP: every supervised token weighs the same over W={self._exchange.world_size} ranks and"
             f" K={self._accumulate} micro-batches per update (counting={self._counting!r},"
@@ -224,7 +249,7 @@ class TokenNormDDP(DDPStrategy):
             raise TokenNormError(f"At update {self._update_index}, {problem}")
         if not coming.counts:  # the data of all ranks has ended
             return
-        plan = WindowPlan.agreed(reports, tokens)
+        plan = WindowPlan.agreed(reports, tokens, averaged=self._hook_leaves == "mean")
         if plan.num_tokens == 0 and self._on_empty == "error":
             raise TokenNormError(
                 f"At update {self._update_index}, the window of {plan.micro_batches} micro-batches has no supervised"
@@ -232,13 +257,18 @@ class TokenNormDDP(DDPStrategy):
             )
         self._plan = plan
         self._loss_sums = {}
+        self._mismatches = {}
 
     def _refuse_together(self, failure: Exception | None) -> NoReturn:
-        reasons = self._exchange.gather_reasons(None if failure is None else f"{type(failure).__name__}: {failure}")
-        listed = " ".join(f"Rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
+        listed = self._gather_listed(None if failure is None else f"{type(failure).__name__}: {failure}")
         raise TokenNormError(
             f"At update {self._update_index}, the coming micro-batches cannot be used. {listed}"
         ) from failure
+
+    def _gather_listed(self, reason: str | None) -> str:
+        """What ranks have to say, in one text that is the same on all of them; empty where nobody has."""
+        reasons = self._exchange.gather_reasons(reason)
+        return " ".join(f"Rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
 
     def _start_micro_batch(self, index: int) -> None:
         self._micro_batch = index
@@ -257,6 +287,35 @@ class TokenNormDDP(DDPStrategy):
                 " does at the start of an epoch."
             )
         return plan
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        output = super().training_step(*args, **kwargs)
+        if self._audit:
+            self._audit_count(output)
+        return output
+
+    def _audit_count(self, output: STEP_OUTPUT) -> None:
+        """Compare the count that a micro-batch's loss was made with, and raise on all ranks before the update."""
+        plan = self._window_in_hand("`training_step`")
+        if isinstance(output, Mapping) and "num_tokens" in output:
+            (used,) = to_host([check_count(output["num_tokens"])])
+            counted = plan.tokens[self._micro_batch]
+            exact = isinstance(used, int) and isinstance(counted, int)
+            if used != counted if exact else not math.isclose(used, counted, rel_tol=1e-6):
+                assert self.lightning_module is not None
+                self._mismatches[self._micro_batch] = (
+                    f"batch {self.lightning_module.trainer.fit_loop.batch_idx}: {counted} counted ahead, {used} used."
+                )
+        if self._micro_batch < plan.micro_batches - 1:
+            return
+        if listed := self._gather_listed(" ".join(self._mismatches.values()) or None):
+            raise TokenNormError(
+                f"At update {self._update_index}, the tokens counted ahead are not those that `training_step` used."
+                f" {listed} Usual reasons: the loss shifts labels and the counter does not, or the other way round"
+                " (`SupervisedTokens(shift=...)`); another ignore index; labels that a transfer hook or"
+                " `training_step` changes after they were counted."
+            )
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

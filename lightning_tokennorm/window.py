@@ -9,6 +9,8 @@ ranks' sum by ``W``. So the loss that Lightning hands over has to be multiplied 
 
     K * W / N              where ``training_step`` returned the sum ``S``
     K * W * n[r, k] / N    where it returned the mean ``S / n[r, k]``
+
+and where a communication hook leaves the ranks' sum instead of DDP's average, ``W`` drops out of both.
 """
 
 from __future__ import annotations
@@ -67,14 +69,17 @@ class WindowPlan:
     """The smallest number of tokens that a rank has in the window."""
     tokens_max: Count
     """The largest number of tokens that a rank has in the window."""
+    ranks_averaged: int
+    """By how much DDP divides the sum over ranks: ``W``, or 1 where its communication hook leaves the sum."""
 
     @classmethod
-    def agreed(cls, reports: Sequence[RankReport], tokens: tuple[Count, ...]) -> WindowPlan:
+    def agreed(cls, reports: Sequence[RankReport], tokens: tuple[Count, ...], *, averaged: bool = True) -> WindowPlan:
         """The plan that follows from the reports of all ranks, in which `disagreement` found nothing.
 
         Args:
             reports: One report per rank, the same list on every rank.
             tokens: ``n[r, k]`` of this rank.
+            averaged: Whether DDP leaves the ranks' mean of the gradients, else their sum.
         """
         per_rank = [report.num_tokens for report in reports]
         return cls(
@@ -84,6 +89,7 @@ class WindowPlan:
             tokens=tokens,
             tokens_min=min(per_rank),
             tokens_max=max(per_rank),
+            ranks_averaged=len(reports) if averaged else 1,
         )
 
     @property
@@ -104,7 +110,7 @@ class WindowPlan:
         num_tokens = self.tokens[micro_batch]
         if num_tokens == 0:
             return 0.0
-        undo_averages = self.accumulate * self.world_size
+        undo_averages = self.accumulate * self.ranks_averaged
         return undo_averages * (num_tokens if loss_reduction == "mean" else 1) / self.num_tokens
 
     def loss_sum(self, micro_batch: int, loss: Tensor, loss_reduction: LossReduction) -> Tensor:

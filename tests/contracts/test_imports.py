@@ -14,6 +14,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "counting": {"torch"},
     "gradients": {"torch"},
+    "comm_hooks": {"torch"},
     "window": {"torch", "counting"},
     "exchange": {"torch", "counting", "errors", "window"},
     "_compat": {"lightning", "packaging", "torchmetrics"},
@@ -22,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "callbacks": {"torch", "torchmetrics", "lightning", "_compat", "counting", "metric", "window", "typing_extensions"},
     "strategy": {
         *("torch", "lightning", "typing_extensions"),
-        *("_compat", "counting", "errors", "exchange", "gradients", "lookahead", "window"),
+        *("_compat", "comm_hooks", "counting", "errors", "exchange", "gradients", "lookahead", "window"),
     },
     "__init__": {"lightning", "callbacks", "counting", "errors", "metric", "strategy", "window"},
 }

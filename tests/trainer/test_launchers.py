@@ -103,8 +103,9 @@ def test_inherited_names_are_left_alone() -> None:
         ({"counting": "later"}, ValueError, "expected 'lookahead'"),
         ({"on_empty": None}, ValueError, "expected 'skip' or 'error'"),
         ({"uneven": "drop"}, ValueError, "expected 'pad' or 'error'"),
-        ({"audit": True}, ValueError, "expected False"),
-        ({"ddp_hook_reduces": "sum"}, ValueError, "expected None"),
+        ({"audit": "yes"}, ValueError, "expected False or True"),
+        ({"ddp_hook_reduces": "max"}, ValueError, "expected None or 'mean' or 'sum'"),
+        ({"ddp_hook_reduces": "sum"}, ValueError, "without a `ddp_comm_hook`"),
     ],
 )
 def test_bad_options(options: dict[str, object], error: type[Exception], text: str) -> None:
