@@ -85,7 +85,7 @@ class SupervisedTokens:
             TypeError: The labels are not a tensor of integers.
             ValueError: The batch holds no such labels, or they are one-dimensional while ``shift`` is not 0.
         """
-        labels = self._find_labels(batch)
+        labels = self.find_labels(batch)
         if not isinstance(labels, Tensor) or labels.dtype not in _INTEGERS:
             raise TypeError(
                 f"`SupervisedTokens` found {_describe(labels)} at {self._where()}; expected a tensor of integer labels."
@@ -103,7 +103,15 @@ class SupervisedTokens:
         num_tokens = (labels != self.ignore_index).sum()
         return int(num_tokens) if num_tokens.device.type == "cpu" else num_tokens
 
-    def _find_labels(self, batch: Any) -> Any:
+    def find_labels(self, batch: Any) -> Any:
+        """The labels of a batch, as they are.
+
+        Args:
+            batch: The micro-batch.
+
+        Raises:
+            ValueError: The batch holds no such labels.
+        """
         try:
             if isinstance(self.labels, int):
                 if isinstance(batch, (Mapping, str)):

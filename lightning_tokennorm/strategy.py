@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, NoReturn
 
 import lightning.pytorch as pl
@@ -102,6 +103,11 @@ class TokenNormDDP(DDPStrategy):
         self._hook_leaves = what_hook_leaves(
             self._comm_hook, ddp_kwargs.get("ddp_comm_wrapper"), self._comm_state, ddp_hook_reduces
         )
+        if ddp_kwargs.get("static_graph") and self._hook_leaves == "sum":
+            raise ValueError(
+                "`static_graph=True` got with a `ddp_comm_hook` that leaves the ranks' sum; expected one that leaves"
+                " their mean: the first micro-batch is reduced twice there, which only a mean survives."
+            )
         super().__init__(**ddp_kwargs)
         self._count_tokens: TokenCounter = SupervisedTokens() if count_tokens is None else count_tokens
         self._loss_reduction: LossReduction = loss_reduction
@@ -113,8 +119,9 @@ class TokenNormDDP(DDPStrategy):
         self._plan: WindowPlan | None = None
         self._micro_batch = -1
         self._loss_sums: dict[int, Tensor] = {}
-        self._mismatches: dict[int, str] = {}
+        self._mismatches: list[str] = []
         self._optimizer_stepped = False
+        self._ran_backward = False
         # What exists only while fitting.
         self._exchange = WindowExchange()
         self._restore_fetcher: Callable[[], None] | None = None
@@ -162,6 +169,7 @@ class TokenNormDDP(DDPStrategy):
         if self.optimizers:
             self._step_hook = self.optimizers[0].register_step_post_hook(self._note_step)
         self._plan = self._last_update = None
+        self._ran_backward = False
 
     def _refuse_impossible_setup(self) -> None:
         module = self.lightning_module
@@ -257,7 +265,7 @@ class TokenNormDDP(DDPStrategy):
             )
         self._plan = plan
         self._loss_sums = {}
-        self._mismatches = {}
+        self._mismatches = []
 
     def _refuse_together(self, failure: Exception | None) -> NoReturn:
         listed = self._gather_listed(None if failure is None else f"{type(failure).__name__}: {failure}")
@@ -299,17 +307,13 @@ class TokenNormDDP(DDPStrategy):
         """Compare the count that a micro-batch's loss was made with, and raise on all ranks before the update."""
         plan = self._window_in_hand("`training_step`")
         if isinstance(output, Mapping) and "num_tokens" in output:
-            (used,) = to_host([check_count(output["num_tokens"])])
-            counted = plan.tokens[self._micro_batch]
-            exact = isinstance(used, int) and isinstance(counted, int)
-            if used != counted if exact else not math.isclose(used, counted, rel_tol=1e-6):
-                assert self.lightning_module is not None
-                self._mismatches[self._micro_batch] = (
-                    f"batch {self.lightning_module.trainer.fit_loop.batch_idx}: {counted} counted ahead, {used} used."
-                )
+            assert self.lightning_module is not None
+            batch_idx = self.lightning_module.trainer.fit_loop.batch_idx
+            if problem := _count_problem(plan.tokens[self._micro_batch], output["num_tokens"]):
+                self._mismatches.append(f"batch {batch_idx}: {problem}.")
         if self._micro_batch < plan.micro_batches - 1:
             return
-        if listed := self._gather_listed(" ".join(self._mismatches.values()) or None):
+        if listed := self._gather_listed(" ".join(self._mismatches) or None):
             raise TokenNormError(
                 f"At update {self._update_index}, the tokens counted ahead are not those that `training_step` used."
                 f" {listed} Usual reasons: the loss shifts labels and the counter does not, or the other way round"
@@ -318,8 +322,21 @@ class TokenNormDDP(DDPStrategy):
             )
 
     @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        # DDP learns a static graph in its very first backward, which therefore must not run under `no_sync`: torch
+        # fails an assertion of its own there. Reducing that micro-batch at once is exact: the window's last backward
+        # averages it again, and the average of what all ranks share is what they share.
+        if getattr(self.model, "static_graph", False) and not self._ran_backward:
+            yield
+        else:
+            with super().block_backward_sync():
+                yield
+
+    @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         plan = self._window_in_hand("`backward`")
+        self._ran_backward = True
         # The factor has to be on the loss before the precision plugin's scale, hence here: what `pre_backward`
         # returns is dropped. `closure_loss` is not changed in place, it is what callbacks see in `outputs`.
         factor = plan.factor(self._micro_batch, self._loss_reduction)
@@ -401,3 +418,14 @@ def _check_choice(option: str, value: object, choices: tuple[object, ...]) -> No
     if value not in choices:
         expected = " or ".join(repr(choice) for choice in choices)
         raise ValueError(f"`TokenNormDDP({option}=...)` got {value!r}; expected {expected}.")
+
+
+def _count_problem(counted: Count, returned: Any) -> str | None:
+    """How the count that `training_step` returned differs from the one counted ahead."""
+    try:
+        (used,) = to_host([check_count(returned)])
+    except (TypeError, ValueError) as error:  # to be raised by all ranks together
+        return str(error).replace("`count_tokens` returned", "`training_step` returned as `num_tokens`")
+    exact = isinstance(used, int) and isinstance(counted, int)
+    agree = used == counted if exact else math.isclose(used, counted, rel_tol=1e-6)
+    return None if agree else f"{counted} counted ahead, {used} used"

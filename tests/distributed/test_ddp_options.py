@@ -83,6 +83,7 @@ def test_hooks_on_the_cpu_give_the_token_mean(name: str) -> None:
         ),
         ({"ddp_comm_hook": post_localSGD_hook.post_localSGD_hook}, "local SGD"),
         ({"ddp_comm_hook": default_hooks.allreduce_hook, "ddp_hook_reduces": "sum"}, "averages"),
+        ({"ddp_comm_hook": sum_hook, "ddp_hook_reduces": "sum", "static_graph": True}, "only a mean survives"),
     ],
 )
 def test_hooks_that_are_refused(options: dict[str, Any], text: str) -> None:
@@ -329,6 +330,8 @@ def make_strained_loader(batches: list[Any]) -> Any:
         (NonReentrant, {}, 2, None),
         (NonReentrant, {"find_unused_parameters": True}, 2, None),
         (Reentrant, {"static_graph": True}, 1, None),
+        (Strained, {"static_graph": True}, 2, None),
+        (Reentrant, {"static_graph": True, "gradient_as_bucket_view": True}, 3, None),
         (Tied, {}, 2, None),
         (Frozen, {}, 2, None),
         (LowRank, {}, 2, None),
@@ -354,6 +357,26 @@ def test_modules_that_strain_ddp(kind: type[Strained], options: Any, accumulate:
                         rtol=TOLERANCE,
                         atol=TOLERANCE,
                     )
+
+
+def test_reentrant_checkpointing_with_unused_parameters_is_torchs_own_error() -> None:
+    for text in run_ranks(fit_strained, 2, Reentrant, {"find_unused_parameters": True}, 2, None):
+        assert "Expected to mark a variable ready only once" in text
+
+
+class MixesRows(Strained):
+    """SyncBatchNorm needs GPUs; its buffers and its refusal on the CPU are torch's own."""
+
+    def build(self) -> None:
+        self.norm = nn.SyncBatchNorm(6)
+
+    def body(self, x: Tensor, index: int) -> Tensor:
+        return self.second(torch.tanh(self.norm(self.first(x))))
+
+
+def test_sync_batch_norm_on_the_cpu_is_torchs_own_error() -> None:
+    for text in run_ranks(fit_strained, 2, MixesRows, {}, 2, None):
+        assert "SyncBatchNorm layers only work with GPU modules" in text
 
 
 def test_deal_keeps_the_tokens() -> None:

@@ -1,0 +1,170 @@
+"""From a wrong gradient to its likely cause: each mistake of this trade leaves a fingerprint.
+
+With ``g[j]`` the gradient of the loss that ``training_step`` returns for micro-batch ``j`` alone, and ``G`` the one for
+the merged window, a mean over ``m`` tokens obeys ``sum(m[j] * g[j]) = M * G``, whatever the tokens are. So what the
+loss is really a mean over can be found out by trying what it might be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_tokennorm.counting import Count, SupervisedTokens, TokenCounter, check_count, to_host
+
+_TOLERANCE = 1e-3
+"""Relative L2 distance at which two gradients are taken for the same: fingerprints differ by far more."""
+
+_NAMES = {
+    "shifted": "the live labels after a shift of 1",
+    "unshifted": "the live labels without a shift",
+    "positions": "all positions, ignored ones too",
+    "shifted positions": "all positions after a shift of 1, ignored ones too",
+    "rows": "the rows of the batch",
+    "attention mask": "the positions of the attention mask",
+    "returned": "the `num_tokens` that it returns",
+}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One batch run alone."""
+
+    gradient: Tensor
+    """Of the returned loss with respect to all trainable parameters: flat, float64."""
+    counted: Count
+    """What `count_tokens` makes of the batch before the step."""
+    counted_after: Count
+    """The same after the step: it differs where the step changes labels in place."""
+    denominators: Mapping[str, float]
+    """What the loss might be a mean over, by name."""
+
+
+def possible_denominators(batch: Any, counter: TokenCounter, returned: Any) -> dict[str, float]:
+    """What a loss over this batch might be a mean over.
+
+    Args:
+        batch: The batch.
+        counter: The strategy's counter; one of `SupervisedTokens` knows where the labels are.
+        returned: ``num_tokens`` as `training_step` returned it, or ``None``.
+    """
+    known = counter if isinstance(counter, SupervisedTokens) else SupervisedTokens()
+    found: dict[str, float] = {} if returned is None else {"returned": float(returned)}
+    try:
+        labels = known.find_labels(batch)
+    except ValueError:
+        return found
+    if not isinstance(labels, Tensor) or labels.dim() == 0:
+        return found
+    live = labels != known.ignore_index
+    found |= {"unshifted": float(live.sum()), "positions": float(labels.numel()), "rows": float(len(labels))}
+    if labels.dim() > 1:
+        found |= {"shifted": float(live[..., 1:].sum()), "shifted positions": float(labels[..., 1:].numel())}
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else getattr(batch, "attention_mask", None)
+    if isinstance(mask, Tensor):
+        found["attention mask"] = float(mask.sum())
+    return found
+
+
+def count_on_host(counter: TokenCounter, batch: Any) -> Count:
+    """What a counter makes of a batch, as a number."""
+    return to_host([check_count(counter(batch))])[0]
+
+
+def likely_cause(
+    observed: Tensor,
+    expected: Tensor,
+    parts: Sequence[Probe],
+    merged: Probe,
+    *,
+    world_size: int,
+    accumulate: int,
+    loss_reduction: str,
+    counter: TokenCounter,
+) -> str:
+    """Say in a sentence what most likely went wrong with one update.
+
+    Args:
+        observed: The update's gradient: flat, float64.
+        expected: The gradient of one process on the merged window: flat, float64.
+        parts: The micro-batches of the window on all ranks, those without tokens left out.
+        merged: The merged window.
+        world_size: ``W``.
+        accumulate: ``K``.
+        loss_reduction: What the strategy takes the loss for.
+        counter: The strategy's counter.
+    """
+    counted = sum(part.counted for part in parts)
+    if any(part.counted != part.counted_after for part in parts):
+        before, after = next((p.counted, p.counted_after) for p in parts if p.counted != p.counted_after)
+        return (
+            f"`training_step` changes the labels after they were counted ({before} tokens before it, {after} after)."
+            " Change them in the data set or the collate function, or count what the step will use."
+        )
+    if abs(counted - merged.counted) > 1e-6 * max(1, merged.counted):
+        return (
+            f"`count_tokens` depends on how samples are batched: {counted} for the micro-batches, {merged.counted} for"
+            " the merged window. Padding may be counted."
+        )
+    for name, factor in (("W", world_size), ("1/W", 1 / world_size), ("K", accumulate), ("1/K", 1 / accumulate)):
+        if factor != 1 and _same(observed, factor * expected):
+            return (
+                f"the gradient is {name} = {factor:g} times the right one. One component divides or multiplies by"
+                f" {name.removeprefix('1/')} and another does so, too, or none does: a communication hook that leaves"
+                " a sum, a loss that is already divided, a strategy of your own."
+            )
+    if _same(observed, sum(part.gradient for part in parts) / (world_size * accumulate)):
+        return (
+            "it is the mean of the micro-batches' means: tokens in small micro-batches weigh more. This is what plain"
+            " `DDPStrategy` and gradient accumulation do; use `TokenNormDDP`."
+        )
+    weighted = sum(_times(part.counted if loss_reduction == "mean" else 1, part.gradient) for part in parts) / counted
+    if loss_reduction == "mean" and _same(observed, weighted):
+        # The strategy weighted by its counts, so the loss is a mean over something else.
+        counts = _describe_counter(counter, parts)
+        fitting = [
+            _NAMES[name]
+            for name, of_merged in merged.denominators.items()
+            if all(name in part.denominators for part in parts)
+            and _same(sum(_times(part.denominators[name], part.gradient) for part in parts), of_merged * expected)
+        ]
+        if fitting:  # several where they are proportional, as rows and positions are without padding
+            return (
+                f"the loss is a mean over {'; or '.join(fitting)}, but `count_tokens` counts {counts}. Let both mean"
+                " the same: return the mean over the supervised tokens, or pass a `count_tokens` that fits"
+                " (`SupervisedTokens(shift=...)`)."
+            )
+        return (
+            f"the loss is a mean over other tokens than `count_tokens` counts ({counts}): labels changed in"
+            " `training_step` or in a transfer hook, another ignore index, a loss term of another kind, or a sum"
+            " (`loss_reduction='sum'`)."
+        )
+    return (
+        "none of the known ones. Look for randomness, for layers that mix samples, and for a loss that depends on more"
+        " than the tokens of its own micro-batch."
+    )
+
+
+def _describe_counter(counter: TokenCounter, parts: Sequence[Probe]) -> str:
+    for name in ("shifted", "unshifted"):
+        if isinstance(counter, SupervisedTokens) and all(p.denominators.get(name) == p.counted for p in parts):
+            return _NAMES[name]
+    return "something else"
+
+
+def _times(weight: float, gradient: Tensor) -> Tensor:
+    # a micro-batch without weight says nothing, also where its gradient is NaN
+    return weight * gradient if weight else torch.zeros_like(gradient)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool((a - b).norm() <= _TOLERANCE * b.norm())
+
+
+def flat(gradients: Mapping[str, Tensor]) -> Tensor:
+    """Gradients by name as one float64 vector."""
+    return torch.cat([gradient.double().flatten() for gradient in gradients.values()])
