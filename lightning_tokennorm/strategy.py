@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, Literal, NoReturn
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -22,13 +20,13 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_tokennorm import _compat
+from lightning_tokennorm.accounting import WindowAccounting
 from lightning_tokennorm.comm_hooks import HookReduces, group_of, is_torch_hook, what_hook_leaves
-from lightning_tokennorm.counting import Count, SupervisedTokens, TokenCounter, check_count, to_host
-from lightning_tokennorm.errors import TokenNormError
+from lightning_tokennorm.counting import Count, SupervisedTokens, TokenCounter, check_count
 from lightning_tokennorm.exchange import WindowExchange
 from lightning_tokennorm.gradients import zero_gradients
 from lightning_tokennorm.lookahead import ComingWindow, LookaheadFetcher
-from lightning_tokennorm.window import LossReduction, RankReport, UpdateRecord, WindowPlan, disagreement, total
+from lightning_tokennorm.window import LossReduction, UpdateRecord
 
 
 class TokenNormDDP(DDPStrategy):
@@ -115,15 +113,10 @@ class TokenNormDDP(DDPStrategy):
         self._on_empty = on_empty
         self._audit = audit
         self._last_update: UpdateRecord | None = None
-        # The window in hand; `None` before the first one.
-        self._plan: WindowPlan | None = None
-        self._micro_batch = -1
-        self._loss_sums: dict[int, Tensor] = {}
-        self._mismatches: list[str] = []
         self._optimizer_stepped = False
         self._ran_backward = False
         # What exists only while fitting.
-        self._exchange = WindowExchange()
+        self._windows = self._new_windows(WindowExchange())
         self._restore_fetcher: Callable[[], None] | None = None
         self._step_hook: RemovableHandle | None = None
 
@@ -164,11 +157,11 @@ class TokenNormDDP(DDPStrategy):
                 " whole world when it is None). Give the state the group that you give as `process_group`."
             )
         _compat.register_comm_hook(self)
-        self._exchange = WindowExchange.spanning(group, _compat.process_group_timeout(self))
+        self._windows = self._new_windows(WindowExchange.spanning(group, _compat.process_group_timeout(self)))
         self._restore_fetcher = _compat.replace_fetcher(trainer, lambda fetcher: self._new_fetcher().adopt(fetcher))
         if self.optimizers:
             self._step_hook = self.optimizers[0].register_step_post_hook(self._note_step)
-        self._plan = self._last_update = None
+        self._last_update = None
         self._ran_backward = False
 
     def _refuse_impossible_setup(self) -> None:
@@ -193,12 +186,25 @@ class TokenNormDDP(DDPStrategy):
                 " `accumulate_grad_batches` twice or not at all. Leave accumulation to the Trainer."
             )
 
+    def _new_windows(self, exchange: WindowExchange) -> WindowAccounting:
+        return WindowAccounting(
+            exchange,
+            loss_reduction=self._loss_reduction,
+            on_empty=self._on_empty,
+            averaged=self._hook_leaves == "mean",
+        )
+
     def _new_fetcher(self) -> LookaheadFetcher:
+        def start_window(coming: ComingWindow[Count | Tensor]) -> None:
+            self._windows.start_window(
+                coming.counts, coming.more, coming.failure, accumulate=self._accumulate, update=self._update_index
+            )
+
         return LookaheadFetcher(
             count=lambda batch: check_count(self._count_tokens(batch)),
             accumulate=lambda: self._accumulate,
-            start_window=self._start_window,
-            start_micro_batch=self._start_micro_batch,
+            start_window=start_window,
+            start_micro_batch=self._windows.start_micro_batch,
         )
 
     @override
@@ -210,7 +216,7 @@ class TokenNormDDP(DDPStrategy):
                 " known. Pass it as `TokenNormDDP(ddp_comm_hook=..., ddp_hook_reduces='mean' or 'sum')`."
             )
         rank_zero_info(
-            f"TokenNormDDP: every supervised token weighs the same over W={self._exchange.world_size} ranks and"
+            f"TokenNormDDP: every supervised token weighs the same over W={self._windows.exchange.world_size} ranks and"
             f" K={self._accumulate} micro-batches per update (counting={self._counting!r},"
             f" loss_reduction={self._loss_reduction!r})."
         )
@@ -223,10 +229,10 @@ class TokenNormDDP(DDPStrategy):
         if self._step_hook is not None:
             self._step_hook.remove()
             self._step_hook = None
-        self._exchange = WindowExchange()
+        self._windows = self._new_windows(WindowExchange())
         super().teardown()
 
-    # ---- the window: plan, scale, record
+    # ---- the window: agree, scale, step, record
 
     @property
     def _accumulate(self) -> int:
@@ -238,88 +244,14 @@ class TokenNormDDP(DDPStrategy):
         assert self.lightning_module is not None
         return int(self.lightning_module.trainer.global_step)
 
-    def _start_window(self, coming: ComingWindow[Count | Tensor]) -> None:
-        """Exchange what every rank has for the coming window and plan it, or raise on all ranks."""
-        self._plan = None
-        failure = coming.failure
-        tokens: tuple[Count, ...] = ()
-        try:
-            tokens = to_host(coming.counts)
-        except ValueError as error:
-            failure = failure or error
-        reports = self._exchange.gather(
-            RankReport(total(tokens), len(coming.counts), self._accumulate, coming.more, refuses=failure is not None)
-        )
-        # From here on every rank holds the same reports and decides the same.
-        if any(report.refuses for report in reports):
-            self._refuse_together(failure)
-        if problem := disagreement(reports):
-            raise TokenNormError(f"At update {self._update_index}, {problem}")
-        if not coming.counts:  # the data of all ranks has ended
-            return
-        plan = WindowPlan.agreed(reports, tokens, averaged=self._hook_leaves == "mean")
-        if plan.num_tokens == 0 and self._on_empty == "error":
-            raise TokenNormError(
-                f"At update {self._update_index}, the window of {plan.micro_batches} micro-batches has no supervised"
-                f' token on any of {plan.world_size} ranks. Look at the labels, or use `on_empty="skip"`.'
-            )
-        self._plan = plan
-        self._loss_sums = {}
-        self._mismatches = []
-
-    def _refuse_together(self, failure: Exception | None) -> NoReturn:
-        listed = self._gather_listed(None if failure is None else f"{type(failure).__name__}: {failure}")
-        raise TokenNormError(
-            f"At update {self._update_index}, the coming micro-batches cannot be used. {listed}"
-        ) from failure
-
-    def _gather_listed(self, reason: str | None) -> str:
-        """What ranks have to say, in one text that is the same on all of them; empty where nobody has."""
-        reasons = self._exchange.gather_reasons(reason)
-        return " ".join(f"Rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
-
-    def _start_micro_batch(self, index: int) -> None:
-        self._micro_batch = index
-
-    def _window_in_hand(self, doing: str) -> WindowPlan:
-        plan = self._plan
-        if plan is None:
-            raise TokenNormError(
-                f"{doing} was called outside an accumulation window, so the number of supervised tokens is not known."
-                " Leave the backward to Lightning, with batches from the Trainer's training loader."
-            )
-        if plan.accumulate != self._accumulate:
-            raise TokenNormError(
-                f"`accumulate_grad_batches` went from {plan.accumulate} to {self._accumulate} inside a window of"
-                f" {plan.micro_batches} micro-batches. Change it between windows, as `GradientAccumulationScheduler`"
-                " does at the start of an epoch."
-            )
-        return plan
-
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         output = super().training_step(*args, **kwargs)
         if self._audit:
-            self._audit_count(output)
-        return output
-
-    def _audit_count(self, output: STEP_OUTPUT) -> None:
-        """Compare the count that a micro-batch's loss was made with, and raise on all ranks before the update."""
-        plan = self._window_in_hand("`training_step`")
-        if isinstance(output, Mapping) and "num_tokens" in output:
             assert self.lightning_module is not None
             batch_idx = self.lightning_module.trainer.fit_loop.batch_idx
-            if problem := _count_problem(plan.tokens[self._micro_batch], output["num_tokens"]):
-                self._mismatches.append(f"batch {batch_idx}: {problem}.")
-        if self._micro_batch < plan.micro_batches - 1:
-            return
-        if listed := self._gather_listed(" ".join(self._mismatches) or None):
-            raise TokenNormError(
-                f"At update {self._update_index}, the tokens counted ahead are not those that `training_step` used."
-                f" {listed} Usual reasons: the loss shifts labels and the counter does not, or the other way round"
-                " (`SupervisedTokens(shift=...)`); another ignore index; labels that a transfer hook or"
-                " `training_step` changes after they were counted."
-            )
+            self._windows.audit(output, batch_idx=batch_idx, accumulate=self._accumulate, update=self._update_index)
+        return output
 
     @override
     @contextmanager
@@ -335,20 +267,13 @@ class TokenNormDDP(DDPStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        plan = self._window_in_hand("`backward`")
-        self._ran_backward = True
         # The factor has to be on the loss before the precision plugin's scale, hence here: what `pre_backward`
         # returns is dropped. `closure_loss` is not changed in place, it is what callbacks see in `outputs`.
-        factor = plan.factor(self._micro_batch, self._loss_reduction)
-        if factor == 0.0:
-            assert self.lightning_module is not None
-            with zero_gradients(self.lightning_module.parameters()):
-                return super().backward(closure_loss * factor, optimizer, *args, **kwargs)
-        # Kept per micro-batch: an optimizer may run a closure more than once.
-        self._loss_sums[self._micro_batch] = plan.loss_sum(
-            self._micro_batch, closure_loss.detach(), self._loss_reduction
-        )
-        return super().backward(closure_loss * factor, optimizer, *args, **kwargs)
+        factor = self._windows.factor(closure_loss, self._accumulate)
+        self._ran_backward = True
+        assert self.lightning_module is not None
+        with nullcontext() if factor else zero_gradients(self.lightning_module.parameters()):
+            return super().backward(closure_loss * factor, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(
@@ -358,40 +283,25 @@ class TokenNormDDP(DDPStrategy):
         model: pl.LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        plan = self._window_in_hand("`optimizer_step`")
-        if self._micro_batch != plan.micro_batches - 1:
-            raise TokenNormError(
-                f"The optimizer steps after micro-batch {self._micro_batch + 1} of a window of {plan.micro_batches}:"
-                " the plan of the window no longer holds. Leave `accumulate_grad_batches` and the end of the epoch"
-                " alone inside a window."
-            )
-        self._optimizer_stepped = False
+        plan = self._windows.finished_window(self._accumulate)
+        skipped_because = None
         if plan.num_tokens == 0:
             # Not even a step with zero gradients: weight decay and momentum would still move the parameters. The
             # closure runs all the same, so that DDP and Lightning see a window like any other.
             result = closure()
-            self._record(plan, "no rank has a supervised token in this window")
-            return result
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._record(plan, None if self._optimizer_stepped else "the gradients are not finite: the scaler skipped it")
+            skipped_because = "no rank has a supervised token in this window"
+        else:
+            self._optimizer_stepped = False
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+            if not self._optimizer_stepped:
+                skipped_because = "the gradients are not finite: the scaler skipped it"
+        self._last_update = self._windows.record(
+            plan, index=self._update_index, skipped_because=skipped_because, device=self.root_device
+        )
         return result
 
     def _note_step(self, *_: Any) -> None:
         self._optimizer_stepped = True
-
-    def _record(self, plan: WindowPlan, skipped_because: str | None) -> None:
-        zero = torch.zeros((), dtype=torch.float64, device=self.root_device)
-        self._last_update = UpdateRecord(
-            index=self._update_index,
-            num_tokens=plan.num_tokens,
-            micro_batches=plan.micro_batches,
-            world_size=plan.world_size,
-            tokens_min=plan.tokens_min,
-            tokens_max=plan.tokens_max,
-            loss_sum=sum(self._loss_sums.values(), start=zero),
-            applied=skipped_because is None,
-            skipped_because=skipped_because,
-        )
 
     # ---- names
 
@@ -418,14 +328,3 @@ def _check_choice(option: str, value: object, choices: tuple[object, ...]) -> No
     if value not in choices:
         expected = " or ".join(repr(choice) for choice in choices)
         raise ValueError(f"`TokenNormDDP({option}=...)` got {value!r}; expected {expected}.")
-
-
-def _count_problem(counted: Count, returned: Any) -> str | None:
-    """How the count that `training_step` returned differs from the one counted ahead."""
-    try:
-        (used,) = to_host([check_count(returned)])
-    except (TypeError, ValueError) as error:  # to be raised by all ranks together
-        return str(error).replace("`count_tokens` returned", "`training_step` returned as `num_tokens`")
-    exact = isinstance(used, int) and isinstance(counted, int)
-    agree = used == counted if exact else math.isclose(used, counted, rel_tol=1e-6)
-    return None if agree else f"{counted} counted ahead, {used} used"

@@ -1,0 +1,210 @@
+"""Leads one rank through its accumulation windows: agree, scale, audit, record.
+
+It knows the algebra and the exchange but no Trainer, no strategy and no DDP: whoever trains calls `start_window` before
+a window's first micro-batch, `start_micro_batch` before each, `factor` before each backward and `record` at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor
+
+from lightning_tokennorm.counting import Count, check_count, to_host
+from lightning_tokennorm.errors import TokenNormError
+from lightning_tokennorm.exchange import WindowExchange
+from lightning_tokennorm.window import LossReduction, RankReport, UpdateRecord, WindowPlan, disagreement, total
+
+
+class WindowAccounting:
+    """The windows of one rank, one after the other.
+
+    Args:
+        exchange: Between the ranks over which gradients are reduced.
+        loss_reduction: What the training step returns.
+        on_empty: What a window without a token is: ``"skip"`` or ``"error"``.
+        averaged: Whether the reduction leaves the ranks' mean of the gradients, else their sum.
+    """
+
+    def __init__(
+        self,
+        exchange: WindowExchange,
+        *,
+        loss_reduction: LossReduction,
+        on_empty: Literal["skip", "error"],
+        averaged: bool,
+    ) -> None:
+        self.exchange = exchange
+        self._loss_reduction: LossReduction = loss_reduction
+        self._on_empty = on_empty
+        self._averaged = averaged
+        # The window in hand; no plan before the first one and between epochs.
+        self._plan: WindowPlan | None = None
+        self._micro_batch = -1
+        self._loss_sums: dict[int, Tensor] = {}
+        self._mismatches: list[str] = []
+
+    def start_window(
+        self, counts: Sequence[Count | Tensor], more: bool, failure: Exception | None, *, accumulate: int, update: int
+    ) -> None:
+        """Exchange what every rank has for the coming window and plan it. Every rank has to call this alike.
+
+        Args:
+            counts: This rank's counts, one per micro-batch; empty at the end of its data.
+            more: Whether this rank's epoch goes on after the window.
+            failure: What went wrong on this rank while reading or counting.
+            accumulate: ``K``, by which each loss will be divided.
+            update: The number of the update, for error texts.
+
+        Raises:
+            TokenNormError: On all ranks: a rank refuses, the ranks' windows do not fit together, or nobody has a token
+                and that is an error.
+        """
+        self._plan = None
+        tokens: tuple[Count, ...] = ()
+        try:
+            tokens = to_host(counts)
+        except ValueError as error:
+            failure = failure or error
+        reports = self.exchange.gather(
+            RankReport(total(tokens), len(counts), accumulate, more, refuses=failure is not None)
+        )
+        # From here on every rank holds the same reports and decides the same.
+        if any(report.refuses for report in reports):
+            self._refuse_together(failure, update)
+        if problem := disagreement(reports):
+            raise TokenNormError(f"At update {update}, {problem}")
+        if not counts:  # the data of all ranks has ended
+            return
+        plan = WindowPlan.agreed(reports, tokens, averaged=self._averaged)
+        if plan.num_tokens == 0 and self._on_empty == "error":
+            raise TokenNormError(
+                f"At update {update}, the window of {plan.micro_batches} micro-batches has no supervised token on any"
+                f' of {plan.world_size} ranks. Look at the labels, or use `on_empty="skip"`.'
+            )
+        self._plan = plan
+        self._loss_sums = {}
+        self._mismatches = []
+
+    def start_micro_batch(self, index: int) -> None:
+        """Go on to the micro-batch with this index in the window."""
+        self._micro_batch = index
+
+    def window_in_hand(self, doing: str, accumulate: int) -> WindowPlan:
+        """The plan of the window.
+
+        Args:
+            doing: What the plan is needed for, for the text of an error.
+            accumulate: ``K`` as it is now.
+
+        Raises:
+            TokenNormError: There is no window, or ``K`` has changed since it started.
+        """
+        plan = self._plan
+        if plan is None:
+            raise TokenNormError(
+                f"{doing} was called outside an accumulation window, so the number of supervised tokens is not known."
+                " Leave the backward to Lightning, with batches from the Trainer's training loader."
+            )
+        if plan.accumulate != accumulate:
+            raise TokenNormError(
+                f"`accumulate_grad_batches` went from {plan.accumulate} to {accumulate} inside a window of"
+                f" {plan.micro_batches} micro-batches. Change it between windows, as `GradientAccumulationScheduler`"
+                " does at the start of an epoch."
+            )
+        return plan
+
+    def factor(self, loss: Tensor, accumulate: int) -> float:
+        """What the loss of the micro-batch in hand has to be multiplied by; 0.0 where it has no token.
+
+        Args:
+            loss: The loss as it is handed over, divided by ``K``: shape ``()``. Its sum goes into the record.
+            accumulate: ``K`` as it is now.
+        """
+        plan = self.window_in_hand("`backward`", accumulate)
+        factor = plan.factor(self._micro_batch, self._loss_reduction)
+        if factor:
+            # kept per micro-batch: an optimizer may run its closure more than once
+            self._loss_sums[self._micro_batch] = plan.loss_sum(self._micro_batch, loss.detach(), self._loss_reduction)
+        return factor
+
+    def finished_window(self, accumulate: int) -> WindowPlan:
+        """The plan of the window whose last micro-batch is in hand.
+
+        Raises:
+            TokenNormError: It is not the last one.
+        """
+        plan = self.window_in_hand("`optimizer_step`", accumulate)
+        if self._micro_batch != plan.micro_batches - 1:
+            raise TokenNormError(
+                f"The optimizer steps after micro-batch {self._micro_batch + 1} of a window of {plan.micro_batches}:"
+                " the plan of the window no longer holds. Leave `accumulate_grad_batches` and the end of the epoch"
+                " alone inside a window."
+            )
+        return plan
+
+    def record(
+        self, plan: WindowPlan, *, index: int, skipped_because: str | None, device: torch.device
+    ) -> UpdateRecord:
+        """What went into the update of the window in hand."""
+        return UpdateRecord(
+            index=index,
+            num_tokens=plan.num_tokens,
+            micro_batches=plan.micro_batches,
+            world_size=plan.world_size,
+            tokens_min=plan.tokens_min,
+            tokens_max=plan.tokens_max,
+            loss_sum=sum(self._loss_sums.values(), start=torch.zeros((), dtype=torch.float64, device=device)),
+            applied=skipped_because is None,
+            skipped_because=skipped_because,
+        )
+
+    def audit(self, output: Any, *, batch_idx: int, accumulate: int, update: int) -> None:
+        """Compare the count that the loss of the micro-batch in hand was made with to the one counted ahead.
+
+        Args:
+            output: What the training step returned; without the key ``"num_tokens"`` there is nothing to compare.
+            batch_idx: The batch's number in the epoch, for error texts.
+            accumulate: ``K`` as it is now.
+            update: The number of the update, for error texts.
+
+        Raises:
+            TokenNormError: On all ranks, at the window's last micro-batch: a count differs on one of them.
+        """
+        plan = self.window_in_hand("`training_step`", accumulate)
+        used = output.get("num_tokens") if isinstance(output, Mapping) else None
+        problem = None if used is None else _count_problem(plan.tokens[self._micro_batch], used)
+        if problem is not None:
+            self._mismatches.append(f"batch {batch_idx}: {problem}.")
+        if self._micro_batch < plan.micro_batches - 1:
+            return
+        if listed := self._gather_listed(" ".join(self._mismatches) or None):
+            raise TokenNormError(
+                f"At update {update}, the tokens counted ahead are not those that `training_step` used. {listed} Usual"
+                " reasons: the loss shifts labels and the counter does not, or the other way round"
+                " (`SupervisedTokens(shift=...)`); another ignore index; labels that a transfer hook or"
+                " `training_step` changes after they were counted."
+            )
+
+    def _refuse_together(self, failure: Exception | None, update: int) -> NoReturn:
+        listed = self._gather_listed(None if failure is None else f"{type(failure).__name__}: {failure}")
+        raise TokenNormError(f"At update {update}, the coming micro-batches cannot be used. {listed}") from failure
+
+    def _gather_listed(self, reason: str | None) -> str:
+        """What ranks have to say, in one text that is the same on all of them; empty where nobody has."""
+        reasons = self.exchange.gather_reasons(reason)
+        return " ".join(f"Rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
+
+
+def _count_problem(counted: Count, returned: Any) -> str | None:
+    """How the count that a training step returned differs from the one counted ahead."""
+    try:
+        (used,) = to_host([check_count(returned)])
+    except (TypeError, ValueError) as error:  # to be raised by all ranks together
+        return str(error).replace("`count_tokens` returned", "`training_step` returned as `num_tokens`")
+    exact = isinstance(used, int) and isinstance(counted, int)
+    agree = used == counted if exact else math.isclose(used, counted, rel_tol=1e-6)
+    return None if agree else f"{counted} counted ahead, {used} used"
