@@ -43,7 +43,8 @@ class WindowAccounting:
         self._averaged = averaged
         # The window in hand; no plan before the first one and between epochs.
         self._plan: WindowPlan | None = None
-        self._micro_batch = -1
+        self.micro_batch = -1
+        """Index in its window of the micro-batch in hand."""
         self._loss_sums: dict[int, Tensor] = {}
         self._mismatches: list[str] = []
 
@@ -91,7 +92,7 @@ class WindowAccounting:
 
     def start_micro_batch(self, index: int) -> None:
         """Go on to the micro-batch with this index in the window."""
-        self._micro_batch = index
+        self.micro_batch = index
 
     def window_in_hand(self, doing: str, accumulate: int) -> WindowPlan:
         """The plan of the window.
@@ -125,10 +126,10 @@ class WindowAccounting:
             accumulate: ``K`` as it is now.
         """
         plan = self.window_in_hand("`backward`", accumulate)
-        factor = plan.factor(self._micro_batch, self._loss_reduction)
+        factor = plan.factor(self.micro_batch, self._loss_reduction)
         if factor:
             # kept per micro-batch: an optimizer may run its closure more than once
-            self._loss_sums[self._micro_batch] = plan.loss_sum(self._micro_batch, loss.detach(), self._loss_reduction)
+            self._loss_sums[self.micro_batch] = plan.loss_sum(self.micro_batch, loss.detach(), self._loss_reduction)
         return factor
 
     def finished_window(self, accumulate: int) -> WindowPlan:
@@ -138,9 +139,9 @@ class WindowAccounting:
             TokenNormError: It is not the last one.
         """
         plan = self.window_in_hand("`optimizer_step`", accumulate)
-        if self._micro_batch != plan.micro_batches - 1:
+        if self.micro_batch != plan.micro_batches - 1:
             raise TokenNormError(
-                f"The optimizer steps after micro-batch {self._micro_batch + 1} of a window of {plan.micro_batches}:"
+                f"The optimizer steps after micro-batch {self.micro_batch + 1} of a window of {plan.micro_batches}:"
                 " the plan of the window no longer holds. Leave `accumulate_grad_batches` and the end of the epoch"
                 " alone inside a window."
             )
@@ -176,10 +177,10 @@ class WindowAccounting:
         """
         plan = self.window_in_hand("`training_step`", accumulate)
         used = output.get("num_tokens") if isinstance(output, Mapping) else None
-        problem = None if used is None else _count_problem(plan.tokens[self._micro_batch], used)
+        problem = None if used is None else _count_problem(plan.tokens[self.micro_batch], used)
         if problem is not None:
             self._mismatches.append(f"batch {batch_idx}: {problem}.")
-        if self._micro_batch < plan.micro_batches - 1:
+        if self.micro_batch < plan.micro_batches - 1:
             return
         if listed := self._gather_listed(" ".join(self._mismatches) or None):
             raise TokenNormError(

@@ -23,7 +23,9 @@ from lightning_tokennorm import _compat
 from lightning_tokennorm.accounting import WindowAccounting
 from lightning_tokennorm.comm_hooks import HookReduces, group_of, is_torch_hook, what_hook_leaves
 from lightning_tokennorm.counting import Count, SupervisedTokens, TokenCounter, check_count
+from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.exchange import WindowExchange
+from lightning_tokennorm.grad_scaler import ConstantScale, unscaled_before_step
 from lightning_tokennorm.gradients import zero_gradients
 from lightning_tokennorm.lookahead import ComingWindow, LookaheadFetcher
 from lightning_tokennorm.window import LossReduction, UpdateRecord
@@ -115,6 +117,7 @@ class TokenNormDDP(DDPStrategy):
         self._last_update: UpdateRecord | None = None
         self._optimizer_stepped = False
         self._ran_backward = False
+        self._scale = ConstantScale()
         # What exists only while fitting.
         self._windows = self._new_windows(WindowExchange())
         self._restore_fetcher: Callable[[], None] | None = None
@@ -271,9 +274,24 @@ class TokenNormDDP(DDPStrategy):
         # returns is dropped. `closure_loss` is not changed in place, it is what callbacks see in `outputs`.
         factor = self._windows.factor(closure_loss, self._accumulate)
         self._ran_backward = True
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if self._windows.micro_batch == 0:
+            self._scale.start_window(scaler, closure_loss.device)
+        self._refuse_moved_scale(scaler)
         assert self.lightning_module is not None
         with nullcontext() if factor else zero_gradients(self.lightning_module.parameters()):
-            return super().backward(closure_loss * factor, optimizer, *args, **kwargs)
+            result = super().backward(closure_loss * factor, optimizer, *args, **kwargs)
+        self._refuse_moved_scale(scaler)  # by a hook that ran after the backward, maybe the window's last one
+        return result
+
+    def _refuse_moved_scale(self, scaler: Any) -> None:
+        if self._scale.has_moved(scaler):
+            raise TokenNormError(
+                f"The scale of the GradScaler has changed inside a window, seen at its micro-batch"
+                f" {self._windows.micro_batch + 1}: its gradients are added up and have to be on one scale. Something"
+                " called `GradScaler.update` or `load_state_dict`, a callback or your module: leave that to Lightning,"
+                " which updates the scale once per window."
+            )
 
     @override
     def optimizer_step(
@@ -292,7 +310,8 @@ class TokenNormDDP(DDPStrategy):
             skipped_because = "no rank has a supervised token in this window"
         else:
             self._optimizer_stepped = False
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+            with unscaled_before_step(optimizer):
+                result = super().optimizer_step(optimizer, closure, model, **kwargs)
             if not self._optimizer_stepped:
                 skipped_because = "the gradients are not finite: the scaler skipped it"
         self._last_update = self._windows.record(

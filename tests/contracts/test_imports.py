@@ -14,6 +14,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "counting": {"torch"},
     "gradients": {"torch"},
+    "grad_scaler": {"torch"},
     "comm_hooks": {"torch"},
     "window": {"torch", "counting"},
     "exchange": {"torch", "counting", "errors", "window"},
@@ -24,7 +25,18 @@ ALLOWED: dict[str, set[str]] = {
     "callbacks": {"torch", "torchmetrics", "lightning", "_compat", "counting", "metric", "window", "typing_extensions"},
     "strategy": {
         *("torch", "lightning", "typing_extensions"),
-        *("_compat", "accounting", "comm_hooks", "counting", "exchange", "gradients", "lookahead", "window"),
+        *(
+            "_compat",
+            "accounting",
+            "comm_hooks",
+            "counting",
+            "errors",
+            "exchange",
+            "grad_scaler",
+            "gradients",
+            "lookahead",
+            "window",
+        ),
     },
     "__init__": {"lightning", "callbacks", "counting", "errors", "metric", "strategy", "window"},
     # what users prove with: stands on top of everything, and nothing stands on it

@@ -1,0 +1,61 @@
+"""Mixed precision's loss scale: one scale per window, and gradients that are unscaled before anybody looks at them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class ConstantScale:
+    """Notices a scale that moves between a window's first and last backward, without reading it.
+
+    Gradients of one window are added up, so they have to be on one scale. The scaler keeps it in a tensor that it
+    changes in place; autograd counts such changes on the host, so looking at the count never waits for the device.
+    """
+
+    def __init__(self) -> None:
+        self._seen: tuple[Tensor, int] | None = None
+
+    def start_window(self, scaler: Any, device: torch.device) -> None:
+        """Remember the scale as it is before the window's first backward.
+
+        Args:
+            scaler: The ``torch.amp.GradScaler``, or ``None`` without one.
+            device: The device of the loss.
+        """
+        self._seen = None
+        if scaler is not None and scaler.is_enabled():
+            # The tensor is made when the scaler first scales something. Do that now: a change right after the very
+            # first micro-batch would go unseen otherwise.
+            scaler.scale(torch.zeros((), device=device))
+            self._seen = (scaler._scale, scaler._scale._version)
+
+    def has_moved(self, scaler: Any) -> bool:
+        """Whether the scale was set or replaced since the window started."""
+        if self._seen is None:
+            return False
+        tensor, version = self._seen
+        return scaler._scale is not tensor or tensor._version != version
+
+
+@contextmanager
+def unscaled_before_step(optimizer: Optimizer) -> Iterator[None]:
+    """Let gradients be unscaled before the optimizer's step, also where it could unscale them inside of it.
+
+    A fused optimizer takes the scale along into its kernel, so hooks and clipping before the step would see scaled
+    gradients; Lightning therefore refuses to clip for it. With the optimizer's mark taken off, scaler and Lightning
+    treat it like any other: unscale, hooks, clip, look for infinities once, and a step that is still the fused one.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        yield
+        return
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
