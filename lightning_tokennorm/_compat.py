@@ -5,13 +5,14 @@ A name that moved raises an error that says which one, so that a new Lightning r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops import fetchers
+from lightning.pytorch.loops import fit_loop as fit_loop_module
 from lightning.pytorch.overrides import distributed
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -37,17 +38,6 @@ BaseFetcher: Any = _private(fetchers, "_DataFetcher")
 """The base of the objects through which the loops read batches."""
 
 
-def fetcher_parts(fetcher: Any) -> tuple[Any, Iterator[Any], list[Any]]:
-    """The loaders, the open iterator and the batches that were already read of the fit loop's own fetcher."""
-    return _private(fetcher, "_combined_loader"), fetcher.iterator, fetcher.batches
-
-
-def set_combined_loader(fetcher: Any, combined_loader: Any) -> None:
-    """Let a fetcher read from loaders that are already open."""
-    _private(fetcher, "_combined_loader")
-    fetcher._combined_loader = combined_loader
-
-
 def profiled_read(fetcher: Any) -> Any:
     """Read one batch as the fetcher's base class does: under the profiler of the loop that owns it."""
     start, stop = _private(fetcher, "_start_profiler"), _private(fetcher, "_stop_profiler")
@@ -58,35 +48,79 @@ def profiled_read(fetcher: Any) -> Any:
         stop()
 
 
-def replace_fetcher(trainer: pl.Trainer, replacement: Callable[[Any], Any]) -> Callable[[], None]:
-    """Replace the fit loop's fetcher whenever the loop makes a new one, before its first batch is read.
+def replace_fetcher(trainer: pl.Trainer, make_fetcher: Callable[[], Any]) -> Callable[[], None]:
+    """Let the fit loop read its batches through a fetcher of ours.
 
-    Lightning has no hook between the making of the fetcher and its first batch: it makes one in `setup_data`, at the
-    start of `fit` and again where `reload_dataloaders_every_n_epochs` asks for it.
+    Lightning has no hook where it chooses one, and opens the loaders with it at once: in `setup_data`, at the start of
+    `fit` and again where `reload_dataloaders_every_n_epochs` asks for it. While that runs, our choice is in the place
+    of its own, so no batch is read by another fetcher first.
 
     Args:
         trainer: The Trainer whose fit loop is meant.
-        replacement: Takes Lightning's new fetcher and returns the one to use in its place.
+        make_fetcher: Makes a fetcher, a `BaseFetcher`.
 
     Returns:
         A function that takes the change back.
     """
     fit_loop = trainer.fit_loop
-    _private(fit_loop, "_data_fetcher")
     setup_data = fit_loop.setup_data
-    replaced: Any = None
+    choose = _private(fit_loop_module, "_select_data_fetcher")
 
-    def setup_data_and_replace() -> None:
-        nonlocal replaced
-        setup_data()
-        if fit_loop._data_fetcher is not None and fit_loop._data_fetcher is not replaced:
-            replaced = fit_loop._data_fetcher = replacement(fit_loop._data_fetcher)
+    def setup_data_with_ours() -> None:
+        fit_loop_module._select_data_fetcher = lambda trainer, stage: make_fetcher()
+        try:
+            setup_data()
+        finally:
+            fit_loop_module._select_data_fetcher = choose
 
     def restore() -> None:
         fit_loop.__dict__.pop("setup_data", None)
 
-    fit_loop.setup_data = setup_data_and_replace  # type: ignore[method-assign]
+    fit_loop.setup_data = setup_data_with_ours  # type: ignore[method-assign]
     return restore
+
+
+def loader_states(fetcher: Any) -> list[Any]:
+    """The states of the loaders that have one, as Lightning saves them; empty where none has."""
+    states: list[Any] = _private(fetcher.combined_loader, "_state_dicts")()
+    return states
+
+
+def rewind_checkpoint(
+    checkpoint: dict[str, Any], states: list[Any], micro_batches: int, *, stream_has_ended: bool
+) -> None:
+    """Change a checkpoint's loops so that a run resumes some micro-batches earlier.
+
+    Args:
+        checkpoint: The checkpoint, before it is written. One without loops (weights only) is left alone.
+        states: The loaders' states from before the first batch to train on; empty where they start afresh.
+        micro_batches: By how many batches the progress is behind what Lightning has counted.
+        stream_has_ended: Whether a loader of unknown length is at its end. Lightning goes on with the next epoch then,
+            but would count its batches from where the last one ended, and so cut its windows elsewhere.
+    """
+    loops = checkpoint.get("loops", {}).get("fit_loop")
+    if loops is None:
+        return
+    loops["state_dict"].pop("combined_loader", None)
+    if states:
+        loops["state_dict"]["combined_loader"] = states
+    progress = loops["epoch_loop.batch_progress"]
+    for counts, behind in (
+        (progress["current"], progress["current"]["ready"] if stream_has_ended else micro_batches),
+        (progress["total"], micro_batches),
+    ):
+        for name in counts:
+            counts[name] -= behind
+
+
+def align_logged_step(trainer: pl.Trainer) -> None:
+    """Let the loggers' x axis go on at the number of updates.
+
+    A resumed loop guesses from its counters whether the last update was counted for the loggers already, and guesses
+    wrong where it goes back to the start of a window.
+    """
+    _private(trainer.fit_loop.epoch_loop, "_batches_that_stepped")
+    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
 
 
 def is_accumulating(trainer: pl.Trainer) -> bool:

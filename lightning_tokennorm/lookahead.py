@@ -20,6 +20,18 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class _Read(Generic[T]):
+    """A micro-batch that was read ahead."""
+
+    item: Any
+    """What Lightning's loops expect: the batch, its index and its loader's."""
+    count: T
+    """Its supervised tokens."""
+    states: list[Any]
+    """The states of stateful loaders from before it was read."""
+
+
+@dataclass(frozen=True)
 class ComingWindow(Generic[T]):
     """What one rank can see of a window before its first micro-batch is served."""
 
@@ -50,7 +62,8 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         start_window: Callable[[ComingWindow[T]], None],
         start_micro_batch: Callable[[int], None],
     ) -> None:
-        self._ahead: deque[tuple[Any, T]] = deque()
+        self._ahead: deque[_Read[T]] = deque()
+        self._states_at_window: list[Any] = []
         self._failure: Exception | None = None
         self._exhausted = False
         self._served = self._window_size = 0
@@ -59,18 +72,6 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         self._accumulate = accumulate
         self._start_window = start_window
         self._start_micro_batch = start_micro_batch
-
-    def adopt(self, fetcher: Any) -> LookaheadFetcher:
-        """Go on from where another fetcher is, which has opened its loaders and maybe read a batch already."""
-        combined_loader, iterator, already_read = _compat.fetcher_parts(fetcher)
-        _compat.set_combined_loader(self, combined_loader)
-        self.iterator = iterator
-        self.reset()
-        # Without a length the other fetcher reads one batch at once; if there was none, its iterator has ended.
-        self._exhausted = bool(fetcher.done)
-        for item in already_read:
-            self._append(item)
-        return self
 
     def reset(self) -> None:
         super().reset()
@@ -85,20 +86,38 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         if not self._ahead:
             self.done = True
             raise StopIteration
-        item, _ = self._ahead.popleft()
+        read = self._ahead.popleft()
+        if self._served == 0:
+            self._states_at_window = read.states
         self.fetched += 1
         self._start_micro_batch(self._served)
         self._served += 1
         self._read_ahead(self._accumulate())
         self.done = not self._ahead and self._failure is None
-        return item
+        return read.item
+
+    @property
+    def unfinished(self) -> int:
+        """How many micro-batches of a window that is not complete have been served."""
+        return self._served if self._served < self._window_size else 0
+
+    def resume_states(self) -> list[Any]:
+        """The loaders' states to go on from: what was read ahead, or belongs to an unfinished window, comes again.
+
+        At the end of an epoch there are none: the next one opens the loaders afresh.
+        """
+        if self.unfinished:
+            return self._states_at_window
+        if self._ahead:
+            return self._ahead[0].states
+        return [] if self.done else _compat.loader_states(self)
 
     def _open_window(self) -> None:
         # Lightning steps when the number of batches is a multiple of K, so a window that starts elsewhere (after a
         # resume, or where K has changed) is shorter.
         size = self._accumulate() - self.fetched % self._accumulate()
         self._read_ahead(size + 1)
-        counts = tuple(count for _, count in islice(self._ahead, size))
+        counts = tuple(read.count for read in islice(self._ahead, size))
         # a failure beyond the window is a matter of the next one
         failure = self._failure if len(counts) < size else None
         more = len(self._ahead) > size or (self._failure is not None and failure is None)
@@ -110,17 +129,19 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
             depth = min(depth, self.length - self.fetched)
         while len(self._ahead) < depth and not self._exhausted and self._failure is None:
             try:
+                # before the read: a stateful loader's state has to lead back to this very batch
+                states = _compat.loader_states(self)
                 item = _compat.profiled_read(self)
             except StopIteration:
                 self._exhausted = True
             except Exception as error:  # to be raised when its window comes, by all ranks together
                 self._failure = error
             else:
-                self._append(item)
+                self._append(item, states)
 
-    def _append(self, item: Any) -> None:
+    def _append(self, item: Any, states: list[Any]) -> None:
         batch, _, _ = item
         try:
-            self._ahead.append((item, self._count(batch)))
+            self._ahead.append(_Read(item, self._count(batch), states))
         except Exception as error:
             self._failure = error

@@ -120,6 +120,7 @@ class TokenNormDDP(DDPStrategy):
         self._scale = ConstantScale()
         # What exists only while fitting.
         self._windows = self._new_windows(WindowExchange())
+        self._fetcher: LookaheadFetcher | None = None
         self._restore_fetcher: Callable[[], None] | None = None
         self._step_hook: RemovableHandle | None = None
 
@@ -161,7 +162,7 @@ class TokenNormDDP(DDPStrategy):
             )
         _compat.register_comm_hook(self)
         self._windows = self._new_windows(WindowExchange.spanning(group, _compat.process_group_timeout(self)))
-        self._restore_fetcher = _compat.replace_fetcher(trainer, lambda fetcher: self._new_fetcher().adopt(fetcher))
+        self._restore_fetcher = _compat.replace_fetcher(trainer, self._new_fetcher)
         if self.optimizers:
             self._step_hook = self.optimizers[0].register_step_post_hook(self._note_step)
         self._last_update = None
@@ -199,16 +200,19 @@ class TokenNormDDP(DDPStrategy):
 
     def _new_fetcher(self) -> LookaheadFetcher:
         def start_window(coming: ComingWindow[Count | Tensor]) -> None:
+            assert self.lightning_module is not None
+            _compat.align_logged_step(self.lightning_module.trainer)
             self._windows.start_window(
                 coming.counts, coming.more, coming.failure, accumulate=self._accumulate, update=self._update_index
             )
 
-        return LookaheadFetcher(
+        self._fetcher = LookaheadFetcher(
             count=lambda batch: check_count(self._count_tokens(batch)),
             accumulate=lambda: self._accumulate,
             start_window=start_window,
             start_micro_batch=self._windows.start_micro_batch,
         )
+        return self._fetcher
 
     @override
     def on_train_start(self) -> None:
@@ -217,6 +221,11 @@ class TokenNormDDP(DDPStrategy):
             raise MisconfigurationException(
                 "A communication hook was registered on the DDP module itself, and what it does to the scale is not"
                 " known. Pass it as `TokenNormDDP(ddp_comm_hook=..., ddp_hook_reduces='mean' or 'sum')`."
+            )
+        if getattr(getattr(self.model, "_join_config", None), "enable", False):
+            raise MisconfigurationException(
+                "Training runs inside `DistributedDataParallel.join()`, which lets ranks go on alone and does not work"
+                " with the `no_sync` of gradient accumulation. Leave it out: ranks of unequal length are told here."
             )
         rank_zero_info(
             f"TokenNormDDP: every supervised token weighs the same over W={self._windows.exchange.world_size} ranks and"
@@ -232,8 +241,19 @@ class TokenNormDDP(DDPStrategy):
         if self._step_hook is not None:
             self._step_hook.remove()
             self._step_hook = None
+        self._fetcher = None
         self._windows = self._new_windows(WindowExchange())
         super().teardown()
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        # Lightning's dict speaks of all batches that were read. Those that wait here are still to come, and a window
+        # that is not complete loses its gradients with the process, so it is done again whole.
+        if self._fetcher is not None:
+            fetcher = self._fetcher
+            ended = bool(fetcher.done) and fetcher.length is None
+            _compat.rewind_checkpoint(checkpoint, fetcher.resume_states(), fetcher.unfinished, stream_has_ended=ended)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     # ---- the window: agree, scale, step, record
 
@@ -241,6 +261,11 @@ class TokenNormDDP(DDPStrategy):
     def _accumulate(self) -> int:
         assert self.lightning_module is not None
         return int(self.lightning_module.trainer.accumulate_grad_batches)
+
+    @property
+    def _batch_idx(self) -> int:
+        assert self.lightning_module is not None
+        return int(self.lightning_module.trainer.fit_loop.batch_idx)
 
     @property
     def _update_index(self) -> int:
@@ -251,9 +276,8 @@ class TokenNormDDP(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         output = super().training_step(*args, **kwargs)
         if self._audit:
-            assert self.lightning_module is not None
-            batch_idx = self.lightning_module.trainer.fit_loop.batch_idx
-            self._windows.audit(output, batch_idx=batch_idx, accumulate=self._accumulate, update=self._update_index)
+            position = {"batch_idx": self._batch_idx, "accumulate": self._accumulate, "update": self._update_index}
+            self._windows.audit(output, **position)
         return output
 
     @override
@@ -277,6 +301,10 @@ class TokenNormDDP(DDPStrategy):
         scaler = getattr(self.precision_plugin, "scaler", None)
         if self._windows.micro_batch == 0:
             self._scale.start_window(scaler, closure_loss.device)
+            if optimizer is not None and self._batch_idx % self._accumulate:
+                # Lightning clears gradients where the batch index is a multiple of K, and a window starts elsewhere
+                # when K has changed in between: those of the last window would be in this one, too.
+                optimizer.zero_grad()
         self._refuse_moved_scale(scaler)
         assert self.lightning_module is not None
         with nullcontext() if factor else zero_gradients(self.lightning_module.parameters()):

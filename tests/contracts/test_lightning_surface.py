@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops import fetchers
+from lightning.pytorch.loops import fetchers, fit_loop
+from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_tokennorm import TokenMean, TokenNormDDP, _compat
 
@@ -13,11 +14,10 @@ def test_private_names() -> None:
     trainer = Trainer(accelerator="cpu", logger=False)
     for owner, name in (
         (fetchers, "_DataFetcher"),
-        (fetchers._PrefetchDataFetcher(), "_combined_loader"),
-        (fetchers._PrefetchDataFetcher(), "batches"),
-        (fetchers._PrefetchDataFetcher(), "_start_profiler"),
-        (trainer.fit_loop, "_data_fetcher"),
+        (fetchers._DataFetcher(), "_start_profiler"),
+        (fit_loop, "_select_data_fetcher"),
         (trainer.fit_loop, "setup_data"),
+        (CombinedLoader([]), "_state_dicts"),
         (trainer.fit_loop, "_should_accumulate"),
         (trainer.fit_loop.epoch_loop, "_batches_that_stepped"),
         (trainer, "log_every_n_steps"),

@@ -109,6 +109,24 @@ def test_a_hook_registered_behind_our_back_is_refused() -> None:
         assert "A communication hook was registered on the DDP module itself" in text
 
 
+class Joins(ScalarModule):
+    def on_train_start(self) -> None:
+        self.trainer.strategy.model.join().__enter__()  # type: ignore[union-attr,operator]
+
+
+def fit_joined(rank: int, world_size: int) -> str:
+    try:
+        make_trainer(world_size, strategy=TokenNormDDP()).fit(Joins(), make_loader(R1[rank]))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_join_is_refused() -> None:
+    for text in run_ranks(fit_joined, 2):
+        assert text.startswith("MisconfigurationException: Training runs inside `DistributedDataParallel.join()`")
+
+
 # ---- process groups
 
 
