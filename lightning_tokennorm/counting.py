@@ -18,8 +18,11 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 Count: TypeAlias = int | float
 """A number of supervised tokens; a float is a sum of token weights."""
 
-TokenCounter: TypeAlias = Callable[[Any], "Count | Tensor"]
-"""A callable that takes a batch as the loader yields it and returns its count."""
+TokenCounter: TypeAlias = Callable[[Any], Any]
+"""A callable that takes a batch as the loader yields it and returns its count: an int, a float or a 0-dim tensor.
+
+The type does not say so: LightningCLI would take a callable that returns a class for a factory of its instances.
+"""
 
 
 @dataclass(frozen=True)
