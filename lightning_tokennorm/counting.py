@@ -145,6 +145,11 @@ def check_count(value: Any) -> Count | Tensor:
     """
     if isinstance(value, Tensor) and value.dim() == 0 and value.dtype is not torch.bool and not value.is_complex():
         return value.item() if value.device.type == "cpu" else value.detach()
+    if isinstance(value, Mapping):
+        raise TypeError(
+            f"`count_tokens` returned counts of several heads, {_describe(value)}; expected one number: loss terms with"
+            " a denominator each are not supported in this version. Return one count, of tokens that all terms share."
+        )
     if not isinstance(value, (bool, Tensor)):
         if hasattr(value, "__index__"):
             return int(value)

@@ -35,7 +35,7 @@ def test_fused_equals_unfused(precision: str, kind: str, clip: float | None) -> 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 def test_an_overflow_is_skipped(fused: bool) -> None:
-    ((records, parameters, _, clean, scale),) = run_ranks(on_cpu.overflow, 1, fused, "cuda")
+    ((records, parameters, _, clean, scale),) = run_ranks(on_cpu.overflow, 1, fused, 1, "cuda")
     assert [applied for applied, _ in records] == [False, True]
     assert parameters[0] == 1.0
     assert parameters[1] == pytest.approx(clean[0], rel=1e-5)

@@ -229,22 +229,46 @@ def test_fused_equals_unfused(precision: str, kind: str, clip: float | None) -> 
             assert (events["unscale_"], events["step"], events["update"]) == (6, 6, 6)
 
 
+def fit_beyond_the_epoch(rank: int, world_size: int) -> tuple[list[float], Counter[str]]:
+    order = Order()
+    module = Rig("16-mixed")
+    trainer = make_trainer(
+        world_size,
+        strategy=TokenNormDDP(),
+        accumulate_grad_batches=7,
+        callbacks=[order],
+        max_epochs=2,
+        **precision_options("16-mixed"),
+    )
+    trainer.fit(module, make_loader(R1[rank]))
+    return module.gradients, Counter(order.events)
+
+
+def test_one_unscale_and_update_per_window_where_k_exceeds_the_epoch() -> None:
+    for gradients, events in run_ranks(fit_beyond_the_epoch, 2):
+        assert gradients == pytest.approx([1.75, 1.75], rel=1e-6)
+        assert (events["unscale_"], events["step"], events["update"]) == (2, 2, 2)
+
+
 # ---- overflow
 
 
 class Overflows(Rig):
-    """The gradient of the second batch is infinite on the last rank in the first epoch."""
+    """The gradient of one batch, `at`, is infinite on the last rank in the first epoch."""
+
+    at = 1
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         last_rank = self.trainer.world_size - 1
-        overflows = (self.global_rank, batch_idx, self.current_epoch) == (last_rank, 1, 0)
+        overflows = (self.global_rank, batch_idx, self.current_epoch) == (last_rank, self.at, 0)
         return loss * math.inf if overflows else loss
 
 
-def overflow(rank: int, world_size: int, fused: bool, device: str = "cpu") -> Any:
+def overflow(rank: int, world_size: int, fused: bool, at: int = 1, device: str = "cpu") -> Any:
     make = lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=fused)  # noqa: E731
     module = Overflows("16-mixed", make)
+    module.at = at
     options = precision_options("16-mixed", device=device)
     trainer = make_trainer(world_size, strategy=TokenNormDDP(), accumulate_grad_batches=3, max_epochs=2, **options)
     trainer.fit(module, make_loader(R1[rank]))
@@ -258,8 +282,9 @@ def overflow(rank: int, world_size: int, fused: bool, device: str = "cpu") -> An
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
-def test_an_overflow_on_one_rank_skips_on_all(fused: bool) -> None:
-    for records, parameters, gradients, clean, scale in run_ranks(overflow, 2, fused):
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_an_overflow_on_one_rank_skips_on_all(fused: bool, at: int) -> None:
+    for records, parameters, gradients, clean, scale in run_ranks(overflow, 2, fused, at):
         assert records == [(False, "the gradients are not finite: the scaler skipped it"), (True, None)]
         assert parameters[0] == 1.0
         assert gradients[1] == pytest.approx(1.75, rel=1e-6)  # nothing stale in the next window

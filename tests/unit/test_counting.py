@@ -143,6 +143,11 @@ def test_counts_of_a_wrong_type(value: Any) -> None:
         check_count(value)
 
 
+def test_counts_of_several_heads_are_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="loss terms with a denominator each are not supported in this version"):
+        check_count({"a": 8, "b": 5})
+
+
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), 2**63])
 def test_counts_of_a_wrong_value(value: Any) -> None:
     with pytest.raises(ValueError, match="`count_tokens` returned"):
