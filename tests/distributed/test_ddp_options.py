@@ -19,30 +19,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.utils.checkpoint import checkpoint
 
 from lightning_tokennorm import TokenNormDDP
+from tests.helpers.ddp_hooks import count_buckets, own_mean_hook, sum_hook
 from tests.helpers.launch import run_ranks
 from tests.helpers.scalar_rig import R1, R2, ScalarModule, deal, make_loader, make_trainer
 
 TOLERANCE = 1e-12
-
-
-# torch looks at the annotations of hooks and does not take them as strings, so these have none
-
-
-def sum_hook(state, bucket):  # type: ignore[no-untyped-def]
-    """Leaves the ranks' sum."""
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda future: future.value()[0])
-
-
-def own_mean_hook(state, bucket):  # type: ignore[no-untyped-def]
-    """Leaves the ranks' mean, but nobody can know."""
-    return sum_hook(None, bucket).then(lambda future: future.value() / dist.get_world_size())
-
-
-def count_buckets(counter, bucket):  # type: ignore[no-untyped-def]
-    counter["buckets"] += 1
-    return own_mean_hook(None, bucket)
 
 
 HOOKS: dict[str, tuple[dict[str, Any], float]] = {

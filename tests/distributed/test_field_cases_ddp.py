@@ -17,11 +17,11 @@ from tests.distributed.test_ddp_options import (
     NonReentrant,
     Reentrant,
     Strained,
-    count_buckets,
     fit_strained,
     strained_data,
     strained_reference,
 )
+from tests.helpers.ddp_hooks import count_buckets
 from tests.helpers.launch import run_ranks
 from tests.helpers.scalar_rig import R0, R1, ScalarModule, Table, make_loader, make_trainer
 

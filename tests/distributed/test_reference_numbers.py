@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_tokennorm import SupervisedTokens, TokenMeanMetric, TokenNormDDP
-from tests.distributed.test_ddp_options import count_buckets, sum_hook
 from tests.helpers import tiny_lm
+from tests.helpers.ddp_hooks import count_buckets, sum_hook
 from tests.helpers.launch import run_ranks
 from tests.helpers.scalar_rig import ScalarModule, make_batch, make_trainer
 from tests.helpers.scalar_rig import make_loader as make_rig_loader

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_tokennorm import SupervisedTokens, TokenNormDDP
 from lightning_tokennorm.testing import RankError, assert_partition_invariant
 from tests.helpers import tiny_lm
+from tests.helpers.ddp_hooks import sum_hook
 from tests.helpers.tiny_lm import TinyModule
 
 SAMPLES = tiny_lm.make_samples(12)
@@ -79,14 +80,6 @@ class MixesSamples(TinyModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) ** 2
-
-
-# torch does not take annotations of hooks as strings
-
-
-def sum_hook(state, bucket):  # type: ignore[no-untyped-def]
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])  # type: ignore[union-attr]
 
 
 def half_mean_hook(state, bucket):  # type: ignore[no-untyped-def]
