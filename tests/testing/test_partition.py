@@ -91,6 +91,17 @@ def odd_hook(state, bucket):  # type: ignore[no-untyped-def]
     return sum_hook(None, bucket).then(lambda future: future.value() * 0.7)
 
 
+class Scaled(TokenNormDDP):
+    """A strategy that scales once too often."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return super().backward(closure_loss * self.factor, optimizer, *args, **kwargs)
+
+
 @pytest.mark.parametrize(
     ("make_module", "options", "cause"),
     [
@@ -126,6 +137,16 @@ def odd_hook(state, bucket):  # type: ignore[no-untyped-def]
                 "accumulate": (3,),
             },
             "the gradient is 1/W = 0.5 times the right one",
+        ),
+        (
+            TinyModule,
+            {"strategy": lambda: Scaled(3.0), "accumulate": (3,)},
+            "the gradient is K = 3 times the right one",
+        ),
+        (
+            TinyModule,
+            {"strategy": lambda: Scaled(1 / 3), "accumulate": (3,)},
+            "the gradient is 1/K = 0.333333 times the right one",
         ),
         (
             TinyModule,
