@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
@@ -41,7 +42,8 @@ class Stream:
     def _rest(self) -> Iterator[dict[str, Tensor]]:
         while self.position < LENGTH:
             self.position += 1
-            yield batch(self.position - 1)
+            # each rank has samples of its own
+            yield batch(self.position - 1 + dist.get_rank() * 10)
 
     def state_dict(self) -> dict[str, int]:
         return {"position": self.position}
@@ -120,10 +122,10 @@ class Saves(Callback):
             raise KeyboardInterrupt
 
 
-def fit(kind: str, accumulate: int = ACCUMULATE, path: Any = None, **options: Any) -> Module:
+def fit(kind: str, accumulate: int = ACCUMULATE, path: Any = None, world_size: int = 1, **options: Any) -> Module:
     module = Module()
     trainer = make_trainer(
-        1,
+        world_size,
         strategy=options.pop("strategy", None) or TokenNormDDP(),
         accumulate_grad_batches=accumulate,
         max_epochs=epochs_of(kind),
@@ -148,7 +150,9 @@ class _List:
 
 
 def stop_and_resume(rank: int, world_size: int, folder: str, kind: str, hook: str) -> None:
-    options = {"val_check_interval": 2, "check_val_every_n_epoch": None} if hook == "validation" else {}
+    options: dict[str, Any] = {"world_size": world_size}
+    if hook == "validation":
+        options |= {"val_check_interval": 2, "check_val_every_n_epoch": None}
     whole = fit(kind, **options)
     assert len(whole.trained) == epochs_of(kind) * LENGTH
     for batch_idx in range(epochs_of(kind) * LENGTH - 1):
@@ -172,6 +176,10 @@ def stop_and_resume(rank: int, world_size: int, folder: str, kind: str, hook: st
 @pytest.mark.parametrize("kind", ["stream", "sized", "torchdata", "workers"])
 def test_stopped_after_any_batch(kind: str, tmp_path: Path) -> None:
     run_ranks(stop_and_resume, 1, str(tmp_path), kind, "train", timeout_s=170)
+
+
+def test_two_ranks_stopped_after_any_batch(tmp_path: Path) -> None:
+    run_ranks(stop_and_resume, 2, str(tmp_path), "stream", "train", timeout_s=170)
 
 
 @pytest.mark.parametrize("kind", ["stream", "torchdata"])
