@@ -308,9 +308,8 @@ def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sample: S
 def _quieten_lightning() -> None:
     # advice that does not fit here: the samples lie in memory
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    # Lightning and torchmetrics call what newer versions of torch would like to be called otherwise
-    for text in (".*isinstance.treespec, LeafSpec.*", ".*all_gather_into_tensor.*"):
-        warnings.filterwarnings("ignore", message=text, category=FutureWarning)
+    # Lightning calls what newer versions of torch would like to be called otherwise
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*", category=FutureWarning)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: not any(text in record.getMessage() for text in ("TPU available", "litlogger", "litmodels"))
     )

@@ -41,7 +41,7 @@ class WindowAccounting:
         self._loss_reduction: LossReduction = loss_reduction
         self._on_empty = on_empty
         self._averaged = averaged
-        # The window in hand; no plan before the first one and between epochs.
+        # The window in hand; no plan before the first one, nor where the exchange of the next one failed.
         self._plan: WindowPlan | None = None
         self.micro_batch = -1
         """Index in its window of the micro-batch in hand."""
@@ -202,10 +202,11 @@ class WindowAccounting:
 
 def _count_problem(counted: Count, returned: Any) -> str | None:
     """How the count that a training step returned differs from the one counted ahead."""
+    source = "`training_step` returned as `num_tokens`"
     try:
-        (used,) = to_host([check_count(returned)])
+        (used,) = to_host([check_count(returned, source)], source)
     except (TypeError, ValueError) as error:  # to be raised by all ranks together
-        return str(error).replace("`count_tokens` returned", "`training_step` returned as `num_tokens`")
+        return str(error)
     exact = isinstance(used, int) and isinstance(counted, int)
     agree = used == counted if exact else math.isclose(used, counted, rel_tol=1e-6)
     return None if agree else f"{counted} counted ahead, {used} used"

@@ -131,11 +131,16 @@ class SupervisedTokens:
         return f"`labels={self.labels!r}`"
 
 
-def check_count(value: Any) -> Count | Tensor:
-    """Check the type of what a counter returned, without waiting for a device.
+COUNTER_RETURNED = "`count_tokens` returned"
+"""Who a count is from, in the text of an error."""
+
+
+def check_count(value: Any, source: str = COUNTER_RETURNED) -> Count | Tensor:
+    """Check the type of a count, without waiting for a device.
 
     Args:
-        value: What the counter returned.
+        value: What is to be a count.
+        source: Who it is from, for the text of an error.
 
     Returns:
         The value; 0-dim CPU tensors and NumPy scalars as Python numbers.
@@ -147,7 +152,7 @@ def check_count(value: Any) -> Count | Tensor:
         return value.item() if value.device.type == "cpu" else value.detach()
     if isinstance(value, Mapping):
         raise TypeError(
-            f"`count_tokens` returned counts of several heads, {_describe(value)}; expected one number: loss terms with"
+            f"{source} counts of several heads, {_describe(value)}; expected one number: loss terms with"
             " a denominator each are not supported in this version. Return one count, of tokens that all terms share."
         )
     if not isinstance(value, (bool, Tensor)):
@@ -156,16 +161,17 @@ def check_count(value: Any) -> Count | Tensor:
         if isinstance(value, float):
             return float(value)
     raise TypeError(
-        f"`count_tokens` returned {_describe(value)}; expected the number of supervised tokens of the batch as an"
+        f"{source} {_describe(value)}; expected the number of supervised tokens of the batch as an"
         " int, a float (a sum of token weights) or a 0-dim tensor."
     )
 
 
-def to_host(counts: Sequence[Count | Tensor]) -> tuple[Count, ...]:
+def to_host(counts: Sequence[Count | Tensor], source: str = COUNTER_RETURNED) -> tuple[Count, ...]:
     """Bring the counts of a window to the host, in one transfer for all that live on a device.
 
     Args:
         counts: One count per micro-batch, as `check_count` returns them; tensors are 0-dim.
+        source: Who they are from, for the text of an error.
 
     Returns:
         The counts as finite Python numbers that are not negative.
@@ -182,10 +188,10 @@ def to_host(counts: Sequence[Count | Tensor]) -> tuple[Count, ...]:
         if isinstance(count, Tensor) and not count.is_floating_point():
             number = int(number)
         if not math.isfinite(number) or number < 0 or number >= 2**63:
-            raise ValueError(f"`count_tokens` returned {number}; expected a finite count from 0 up to 2**63.")
+            raise ValueError(f"{source} {number}; expected a finite count from 0 up to 2**63.")
         host.append(number)
     if sum(host) >= 2**63:
-        raise ValueError(f"`count_tokens` returned {sum(host)} in all for one window; expected less than 2**63.")
+        raise ValueError(f"{source} {sum(host)} in all for one window; expected less than 2**63.")
     return tuple(host)
 
 

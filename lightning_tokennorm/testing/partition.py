@@ -257,9 +257,10 @@ def _fit_merged(rank: int, world_size: int, case: _Case, splits: Sequence[Split]
     references = []
     for split in splits:
         module, _ = prepare(case.make_module)
-        num_tokens = [count_on_host(case.counter, batch) for batch in case.merged_batches(split)]
+        batches = case.merged_batches(split)
+        num_tokens = [count_on_host(case.counter, batch) for batch in batches]  # before a step can change them
         divide_by = num_tokens if case.loss_reduction == "sum" else None
-        seen = fit(module, case.merged_batches(split), strategy="auto", divide_by=divide_by)
+        seen = fit(module, batches, strategy="auto", divide_by=divide_by)
         references.append((seen, num_tokens))
     return references
 

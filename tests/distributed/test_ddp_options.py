@@ -77,16 +77,16 @@ class RegistersItself(ScalarModule):
         self.trainer.strategy.model.register_comm_hook(None, sum_hook)  # type: ignore[union-attr,operator]
 
 
-def fit_with_a_hidden_hook(rank: int, world_size: int) -> str:
+def error_of_fit(rank: int, world_size: int, kind: type[ScalarModule], **options: Any) -> str:
     try:
-        make_trainer(world_size, strategy=TokenNormDDP()).fit(RegistersItself(), make_loader(R1[rank]))
+        make_trainer(world_size, strategy=TokenNormDDP(**options)).fit(kind(), make_loader(R1[rank]))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 
 
 def test_a_hook_registered_behind_our_back_is_refused() -> None:
-    for text in run_ranks(fit_with_a_hidden_hook, 2):
+    for text in run_ranks(error_of_fit, 2, RegistersItself):
         assert "A communication hook was registered on the DDP module itself" in text
 
 
@@ -95,16 +95,8 @@ class Joins(ScalarModule):
         self.trainer.strategy.model.join().__enter__()  # type: ignore[union-attr,operator]
 
 
-def fit_joined(rank: int, world_size: int) -> str:
-    try:
-        make_trainer(world_size, strategy=TokenNormDDP()).fit(Joins(), make_loader(R1[rank]))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 def test_join_is_refused() -> None:
-    for text in run_ranks(fit_joined, 2):
+    for text in run_ranks(error_of_fit, 2, Joins):
         assert text.startswith("MisconfigurationException: Training runs inside `DistributedDataParallel.join()`")
 
 
@@ -131,13 +123,8 @@ def test_w_and_n_come_from_ddps_own_group() -> None:
 
 
 def fit_with_a_foreign_hook_group(rank: int, world_size: int) -> str:
-    group = dist.new_group([0, 1])
-    strategy = TokenNormDDP(process_group=group, ddp_comm_hook=default_hooks.allreduce_hook)
-    try:
-        make_trainer(world_size, strategy=strategy).fit(ScalarModule(), make_loader(R1[rank]))
-    except Exception as error:
-        return str(error)
-    return "no error"
+    options = {"process_group": dist.new_group([0, 1]), "ddp_comm_hook": default_hooks.allreduce_hook}
+    return error_of_fit(rank, world_size, ScalarModule, **options)
 
 
 def test_a_hook_over_another_group_is_refused() -> None:

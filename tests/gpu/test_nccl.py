@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.helpers.script import run_script
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: NCCL and CUDA are not here")
 
@@ -57,18 +56,7 @@ if __name__ == "__main__":
 
 def test_window_over_gpus(tmp_path: Path) -> None:
     world_size = min(2, torch.cuda.device_count())
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, str(script), str(world_size), str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_script(tmp_path, SCRIPT, str(world_size), str(tmp_path), timeout_s=170)
     for rank in range(world_size):
         gradients, logged = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert gradients == pytest.approx([1.75], abs=1e-12)

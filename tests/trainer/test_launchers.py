@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from lightning_tokennorm import TokenNormDDP
+from tests.helpers.script import run_script
 
 SCRIPT = """
 import json, sys
@@ -54,19 +52,7 @@ if __name__ == "__main__":
     ],
 )
 def test_two_processes_of_a_users_script(strategy: str, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script), strategy, str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_script(tmp_path, SCRIPT, strategy, str(tmp_path))
     assert [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)] == [[1.75], [1.75]]
     assert "logged 1.75" in done.stdout
     info = "TokenNormDDP: every supervised token weighs the same over W=2 ranks and K=3 micro-batches per update"
