@@ -5,16 +5,19 @@ A name that moved raises an error that says which one, so that a new Lightning r
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from datetime import timedelta
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.loops import fetchers
 from lightning.pytorch.loops import fit_loop as fit_loop_module
 from lightning.pytorch.overrides import distributed
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from packaging.version import Version
 
@@ -48,36 +51,93 @@ def profiled_read(fetcher: Any) -> Any:
         stop()
 
 
-def replace_fetcher(trainer: pl.Trainer, make_fetcher: Callable[[], Any]) -> Callable[[], None]:
+def replace_fetcher(
+    trainer: pl.Trainer, make_fetcher: Callable[[], Any], agree_on_length: Callable[[int | None], int | None]
+) -> Callable[[], None]:
     """Let the fit loop read its batches through a fetcher of ours.
 
     Lightning has no hook where it chooses one, and opens the loaders with it at once: in `setup_data`, at the start of
     `fit` and again where `reload_dataloaders_every_n_epochs` asks for it. While that runs, our choice is in the place
     of its own, so no batch is read by another fetcher first.
 
+    The lengths that it asks for there are agreed on by the ranks as well: Lightning takes each rank's own for the end
+    of the epoch and for validation, waits for ever where only some ranks have one, and raises where one is zero.
+
     Args:
         trainer: The Trainer whose fit loop is meant.
         make_fetcher: Makes a fetcher, a `BaseFetcher`.
+        agree_on_length: Takes the number of batches of this rank's loader (``None`` if unknown), returns what is true
+            of all ranks; called by all of them.
 
     Returns:
         A function that takes the change back.
     """
     fit_loop = trainer.fit_loop
     setup_data = fit_loop.setup_data
-    choose = _private(fit_loop_module, "_select_data_fetcher")
+    ours = {
+        "_select_data_fetcher": lambda trainer, stage: make_fetcher(),
+        "has_len_all_ranks": lambda loader, *_: agree_on_length(sized_len(loader)) is not None,
+        "sized_len": lambda loader: agree_on_length(sized_len(loader)),
+    }
+    theirs = {name: _private(fit_loop_module, name) for name in ours}
 
     def setup_data_with_ours() -> None:
-        fit_loop_module._select_data_fetcher = lambda trainer, stage: make_fetcher()
+        vars(fit_loop_module).update(ours)
         try:
             setup_data()
         finally:
-            fit_loop_module._select_data_fetcher = choose
+            vars(fit_loop_module).update(theirs)
 
     def restore() -> None:
         fit_loop.__dict__.pop("setup_data", None)
 
     fit_loop.setup_data = setup_data_with_ours  # type: ignore[method-assign]
     return restore
+
+
+def defer_sigterm(trainer: pl.Trainer, note: Callable[[], None]) -> Callable[[], None]:
+    """Leave it to the ranks together when a SIGTERM ends the training.
+
+    Lightning raises on the rank that got the signal, between two micro-batches; since 2.5.6 it broadcasts rank 0's
+    flag before every micro-batch, and once more inside the signal handler, which the other ranks do not expect there.
+    Here a signal is only noted, and handed on to processes that this one has started, until `end_by_sigterm`.
+
+    Args:
+        trainer: The Trainer, its signal handlers registered.
+        note: Called in the signal handler.
+
+    Returns:
+        A function that takes the change back.
+    """
+    connector, epoch_loop = _private(trainer, "_signal_connector"), trainer.fit_loop.epoch_loop
+    theirs = _private(connector, "_sigterm_notifier_fn")
+    handlers: list[Any] = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
+    noted = False
+
+    def ours(signum: int, frame: Any) -> None:
+        nonlocal noted
+        launcher = trainer.strategy.launcher
+        if not noted and launcher is not None:
+            launcher.kill(signum)
+        noted = True
+        note()
+
+    handlers[:] = [ours if handler == theirs else handler for handler in handlers]
+    if hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
+        epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+    def restore() -> None:
+        handlers[:] = [theirs if handler is ours else handler for handler in handlers]
+        epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+        connector.received_sigterm |= noted
+
+    return restore
+
+
+def end_by_sigterm(trainer: pl.Trainer) -> NoReturn:
+    """End the training as Lightning does on a SIGTERM; called by all ranks together."""
+    _private(trainer, "_signal_connector").received_sigterm = True
+    raise SIGTERMException
 
 
 def loader_states(fetcher: Any) -> list[Any]:

@@ -26,6 +26,7 @@ class WindowAccounting:
         exchange: Between the ranks over which gradients are reduced.
         loss_reduction: What the training step returns.
         on_empty: What a window without a token is: ``"skip"`` or ``"error"``.
+        uneven: What ranks are whose data ends before the others': ``"pad"`` or ``"error"``.
         averaged: Whether the reduction leaves the ranks' mean of the gradients, else their sum.
     """
 
@@ -35,22 +36,40 @@ class WindowAccounting:
         *,
         loss_reduction: LossReduction,
         on_empty: Literal["skip", "error"],
+        uneven: Literal["pad", "error"],
         averaged: bool,
     ) -> None:
         self.exchange = exchange
         self._loss_reduction: LossReduction = loss_reduction
         self._on_empty = on_empty
+        self._pad = uneven == "pad"
         self._averaged = averaged
         # The window in hand; no plan before the first one, nor where the exchange of the next one failed.
         self._plan: WindowPlan | None = None
         self.micro_batch = -1
         """Index in its window of the micro-batch in hand."""
+        self.stands_in = False
+        """Whether the micro-batch in hand runs on a batch that stands in for one that this rank does not have."""
+        self.padded_micro_batches = 0
+        """Padded micro-batches of all windows so far, over all ranks."""
+        self.asked_to_end = False
+        """Whether some rank got a SIGTERM, as of the latest exchange."""
         self._loss_sums: dict[int, Tensor] = {}
         self._mismatches: list[str] = []
+        self.lent_batch: Any = None
+        """A batch of another rank for the window in hand, where a rank has none."""
 
     def start_window(
-        self, counts: Sequence[Count | Tensor], more: bool, failure: Exception | None, *, accumulate: int, update: int
-    ) -> None:
+        self,
+        counts: Sequence[Count | Tensor],
+        more: bool,
+        failure: Exception | None,
+        *,
+        accumulate: int,
+        update: int,
+        batch: Any = None,
+        sigterm: bool = False,
+    ) -> WindowPlan | None:
         """Exchange what every rank has for the coming window and plan it. Every rank has to call this alike.
 
         Args:
@@ -59,6 +78,11 @@ class WindowAccounting:
             failure: What went wrong on this rank while reading or counting.
             accumulate: ``K``, by which each loss will be divided.
             update: The number of the update, for error texts.
+            batch: A batch on which this rank can run a micro-batch that has no data; ``None`` where it has none.
+            sigterm: Whether this rank was asked to end.
+
+        Returns:
+            The plan of the window; ``None`` at the end of all ranks' data.
 
         Raises:
             TokenNormError: On all ranks: a rank refuses, the ranks' windows do not fit together, or nobody has a token
@@ -71,15 +95,24 @@ class WindowAccounting:
         except ValueError as error:
             failure = failure or error
         reports = self.exchange.gather(
-            RankReport(total(tokens), len(counts), accumulate, more, refuses=failure is not None)
+            RankReport(
+                num_tokens=total(tokens),
+                micro_batches=len(counts),
+                accumulate=accumulate,
+                more=more,
+                refuses=failure is not None,
+                borrows=batch is None,
+                sigterm=sigterm,
+            )
         )
+        self.asked_to_end = any(report.sigterm for report in reports)
         # From here on every rank holds the same reports and decides the same.
         if any(report.refuses for report in reports):
             self._refuse_together(failure, update)
-        if problem := disagreement(reports):
+        if problem := disagreement(reports, pad=self._pad):
             raise TokenNormError(f"At update {update}, {problem}")
-        if not counts:  # the data of all ranks has ended
-            return
+        if not any(report.micro_batches for report in reports):  # the data of all ranks has ended
+            return None
         plan = WindowPlan.agreed(reports, tokens, averaged=self._averaged)
         if plan.num_tokens == 0 and self._on_empty == "error":
             raise TokenNormError(
@@ -89,10 +122,31 @@ class WindowAccounting:
         self._plan = plan
         self._loss_sums = {}
         self._mismatches = []
+        self.padded_micro_batches += plan.padded_micro_batches
+        self.lent_batch = self._lend(reports, batch, update)
+        return plan
 
-    def start_micro_batch(self, index: int) -> None:
-        """Go on to the micro-batch with this index in the window."""
+    def _lend(self, reports: Sequence[RankReport], batch: Any, update: int) -> Any:
+        """A batch of the first rank that has one, where another rank has none; else ``None``."""
+        if not any(report.borrows for report in reports):
+            return None
+        lenders = [rank for rank, report in enumerate(reports) if not report.borrows]
+        if not lenders:
+            raise TokenNormError(
+                f"At update {update}, no rank has a batch to run its forward on: the loaders yield only None. Yield"
+                " batches; one without supervised tokens contributes nothing."
+            )
+        return self.exchange.lend(batch, lenders[0])
+
+    def start_micro_batch(self, index: int, stands_in: bool = False) -> None:
+        """Go on to the micro-batch with this index in the window.
+
+        Args:
+            index: Its index.
+            stands_in: Whether it runs on a batch that stands in for one that this rank does not have.
+        """
         self.micro_batch = index
+        self.stands_in = stands_in
 
     def window_in_hand(self, doing: str, accumulate: int) -> WindowPlan:
         """The plan of the window.
@@ -161,6 +215,7 @@ class WindowAccounting:
             loss_sum=sum(self._loss_sums.values(), start=torch.zeros((), dtype=torch.float64, device=device)),
             applied=skipped_because is None,
             skipped_because=skipped_because,
+            padded_micro_batches=plan.padded_micro_batches,
         )
 
     def audit(self, output: Any, *, batch_idx: int, accumulate: int, update: int) -> None:
@@ -177,7 +232,7 @@ class WindowAccounting:
         """
         plan = self.window_in_hand("`training_step`", accumulate)
         used = output.get("num_tokens") if isinstance(output, Mapping) else None
-        problem = None if used is None else _count_problem(plan.tokens[self.micro_batch], used)
+        problem = None if used is None or self.stands_in else _count_problem(plan.tokens[self.micro_batch], used)
         if problem is not None:
             self._mismatches.append(f"batch {batch_idx}: {problem}.")
         if self.micro_batch < plan.micro_batches - 1:
@@ -196,7 +251,7 @@ class WindowAccounting:
 
     def _gather_listed(self, reason: str | None) -> str:
         """What ranks have to say, in one text that is the same on all of them; empty where nobody has."""
-        reasons = self.exchange.gather_reasons(reason)
+        reasons = self.exchange.gather_objects(reason)
         return " ".join(f"Rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
 
 

@@ -123,7 +123,8 @@ class TokenMeanMetric(Callback):
     ) -> None:
         # Lightning hands over the loss divided by K, and nothing else done to it.
         divided_by = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-        self._add([self._window, *self._train.values()], pl_module, outputs, batch, divided_by)
+        if not getattr(trainer.strategy, "micro_batch_is_padded", False):
+            self._add([self._window, *self._train.values()], pl_module, outputs, batch, divided_by)
         if _compat.is_accumulating(trainer):
             return
         # The ranks' sums are exchanged only where the value is logged. Elsewhere there is no step value, lest an older

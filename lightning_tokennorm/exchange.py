@@ -7,10 +7,14 @@ extremes follow from them, an error can name the rank at fault, and all ranks co
 
 from __future__ import annotations
 
+import atexit
+import itertools
+import pickle
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,16 +24,28 @@ from lightning_tokennorm.counting import Count
 from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.window import RankReport
 
+_WORDS = 8
+_EXCHANGES = itertools.count()
+"""Numbers the exchanges of a process, so that no word is left from an earlier one: all ranks make them in step."""
+
 _CPU_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """The gloo companion of each process group: made once, so that fits in a row share it, and gone with its group."""
 
 
-@dataclass(frozen=True)
 class WindowExchange:
-    """Gathers the reports of a window. Without a process group there is one rank and nothing is sent."""
+    """Gathers the reports of a window. Without a process group there is one rank and nothing is sent.
 
-    group: dist.ProcessGroup | None = None
-    """A gloo group, or ``None`` for a single process."""
+    Args:
+        group: A gloo group, or ``None`` for a single process.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self._word = f"lightning_tokennorm/{getattr(group, 'group_name', None)}/{next(_EXCHANGES)}"
+        # Kept from window to window: a tensor that only a thread of gloo still holds is freed by that thread, which
+        # aborts the process where the interpreter is on its way out.
+        self._row = torch.zeros(_WORDS, dtype=torch.int64)
+        self._rows = [torch.zeros_like(self._row) for _ in range(self.world_size)]
 
     @classmethod
     def spanning(cls, process_group: dist.ProcessGroup | None, timeout: timedelta | None = None) -> WindowExchange:
@@ -41,6 +57,10 @@ class WindowExchange:
         """
         if process_group is None:
             return cls()
+        # Threads of gloo that are still there when the interpreter goes can abort the process. Lightning does the same
+        # for NCCL.
+        atexit.unregister(_destroy_process_groups)
+        atexit.register(_destroy_process_groups)
         if process_group not in _CPU_GROUPS:
             # Only members call this, hence the local synchronisation: other ranks of the world may be in other groups.
             ranks = dist.get_process_group_ranks(process_group)
@@ -73,40 +93,104 @@ class WindowExchange:
         """
         if self.group is None:
             return [report]
-        row = torch.tensor(_to_words(report), dtype=torch.int64)
-        rows = [torch.empty_like(row) for _ in range(self.world_size)]
+        self._row.copy_(torch.tensor(_to_words(report)))
         try:
-            dist.all_gather(rows, row, group=self.group)
+            dist.all_gather(self._rows, self._row, group=self.group)
         except RuntimeError as error:
+            said = self.announced() or "A rank has ended or stalled: look for its own error, or raise `timeout`."
             raise TokenNormError(
                 f"Rank {self.rank} of {self.world_size} waited for the other ranks at the start of a window and got:"
-                f" {error}. A rank has ended or stalled: look for its own error above, or raise `timeout`."
+                f" {error}. {said}"
             ) from error
-        return [_from_words(words.tolist()) for words in rows]
+        return [_from_words(words.tolist()) for words in self._rows]
 
-    def gather_reasons(self, reason: str | None) -> list[str | None]:
-        """Exchange why ranks refuse to go on; called by all ranks, and only after a report said that one does.
+    def gather_objects(self, item: Any) -> list[Any]:
+        """Exchange one object per rank; called by all ranks, and never where windows follow each other regularly.
 
         Args:
-            reason: This rank's reason, ``None`` where it does not refuse.
+            item: This rank's object; it can be pickled.
 
         Returns:
-            One entry per rank.
+            The objects of all ranks in the order of their ranks.
         """
-        reasons: list[str | None] = [reason] * self.world_size
+        items = [item] * self.world_size
         if self.group is not None:
-            dist.all_gather_object(reasons, reason, group=self.group)
-        return reasons
+            dist.all_gather_object(items, item, group=self.group)
+        return items
+
+    def lend(self, item: Any, lender: int) -> Any:
+        """Give one rank's object to all; called by all ranks, and only after a report said that one borrows.
+
+        Args:
+            item: The lender's object; not used on other ranks.
+            lender: The rank that has one.
+
+        Raises:
+            TokenNormError: On all ranks: it cannot be pickled.
+        """
+        if self.group is None:
+            return item
+        parcel: list[Any] = [None]
+        if self.rank == lender:
+            try:
+                parcel = [pickle.dumps(item)]
+            except Exception as error:  # to be raised by all ranks together
+                parcel = [f"{type(error).__name__}: {error}"]
+        dist.broadcast_object_list(parcel, src=dist.get_global_rank(self.group, lender), group=self.group)
+        if isinstance(parcel[0], str):
+            raise TokenNormError(
+                f"A rank without any batch needs one to run its forward on, but rank {lender}'s cannot be pickled:"
+                f" {parcel[0]}. Give every rank at least one batch, or let the loader yield what can be pickled."
+            )
+        return pickle.loads(parcel[0])
+
+    def announce(self, reason: str) -> None:
+        """Leave word of why this rank alone cannot go on, for `announced` on the others. The first word stays.
+
+        No collective: the others are where only the end of this process wakes them.
+        """
+        if self.group is not None and self.announced() is None:
+            with suppress(RuntimeError):  # the store has gone before us
+                _store().set(self._word, reason)
+
+    def announced(self) -> str | None:
+        """What a rank that failed alone has left word of; ``None`` where none has."""
+        if self.group is None:
+            return None
+        try:
+            return _store().get(self._word).decode() if _store().check([self._word]) else None
+        except RuntimeError:
+            return (
+                "The store of the process group is gone. Rank 0 keeps it unless a launcher does: look for its own"
+                " error first."
+            )
+
+
+def is_of_a_collective(error: BaseException | None) -> bool:
+    """Whether an error says that a collective broke off, so that the fault is another rank's."""
+    # Those of gloo have no type of their own; each names the place in gloo's source.
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+
+
+def _destroy_process_groups() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _store() -> dist.Store:
+    # The key-value store that the ranks met through: a rank can still read it when a collective has failed.
+    return dist.distributed_c10d._get_default_store()
 
 
 def _to_words(report: RankReport) -> list[int]:
     # A count travels as 64 bits: an int as itself, a float as its bit pattern. Nothing is added up on the way.
     weighted = isinstance(report.num_tokens, float)
     bits = struct.unpack("<q", struct.pack("<d", report.num_tokens))[0] if weighted else int(report.num_tokens)
-    return [weighted, bits, report.micro_batches, report.accumulate, report.more, report.refuses]
+    flags = [report.more, report.refuses, report.borrows, report.sigterm]
+    return [weighted, bits, report.micro_batches, report.accumulate, *flags]
 
 
 def _from_words(words: Sequence[int]) -> RankReport:
-    weighted, bits, micro_batches, accumulate, more, refuses = words
+    weighted, bits, micro_batches, accumulate, *flags = words
     num_tokens: Count = struct.unpack("<d", struct.pack("<q", bits))[0] if weighted else bits
-    return RankReport(num_tokens, micro_batches, accumulate, bool(more), bool(refuses))
+    return RankReport(num_tokens, micro_batches, accumulate, *map(bool, flags))

@@ -4,15 +4,19 @@ The fetcher below takes the place of the fit loop's own. It serves the same batc
 at the start of a window the counts of all its micro-batches are known, and whether another one follows. It rolls:
 each micro-batch served reads one more, so at most ``K`` wait on the host (none on a device), and a loader that is as
 slow as the compute is never asked for a whole window at once.
+
+Ranks go through their windows in step. Where this rank has fewer micro-batches than another, or a loader yields
+``None``, the forward still has to run, for DDP's sake: on a copy of a batch that was there, a stand-in.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from lightning_tokennorm import _compat
 
@@ -25,7 +29,7 @@ class _Read(Generic[T]):
 
     item: Any
     """What Lightning's loops expect: the batch, its index and its loader's."""
-    count: T
+    count: T | Literal[0]
     """Its supervised tokens."""
     states: list[Any]
     """The states of stateful loaders from before it was read."""
@@ -35,12 +39,26 @@ class _Read(Generic[T]):
 class ComingWindow(Generic[T]):
     """What one rank can see of a window before its first micro-batch is served."""
 
-    counts: tuple[T, ...]
+    counts: tuple[T | Literal[0], ...]
     """One count per micro-batch; empty at the end of the data."""
     more: bool
     """Whether the epoch goes on after the window."""
     failure: Exception | None
     """What went wrong while reading or counting a micro-batch of the window."""
+    batch: Any
+    """A batch that can stand in for one that is missing; ``None`` where there is none."""
+
+
+@dataclass(frozen=True)
+class AgreedWindow:
+    """The window that all ranks go through."""
+
+    micro_batches: int
+    """How many; a rank that has fewer serves stand-ins for the rest. 0 at the end of all data."""
+    more: bool
+    """Whether the epoch goes on after it, on some rank."""
+    lent_batch: Any
+    """Another rank's batch, where some rank has none; else ``None``."""
 
 
 class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
@@ -51,7 +69,8 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         accumulate: Returns ``K``; asked at every window, since callbacks change it.
         start_window: Called with the `ComingWindow` before its first micro-batch is served, also at the end of the
             data, and on every rank alike: the place for an exchange. What it raises ends the epoch.
-        start_micro_batch: Called with the index in its window of each micro-batch that is served.
+        start_micro_batch: Called for each micro-batch that is served, with its index in the window and whether it is a
+            stand-in.
     """
 
     def __init__(
@@ -59,14 +78,16 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         *,
         count: Callable[[Any], T],
         accumulate: Callable[[], int],
-        start_window: Callable[[ComingWindow[T]], None],
-        start_micro_batch: Callable[[int], None],
+        start_window: Callable[[ComingWindow[T]], AgreedWindow],
+        start_micro_batch: Callable[[int, bool], None],
     ) -> None:
         self._ahead: deque[_Read[T]] = deque()
         self._states_at_window: list[Any] = []
         self._failure: Exception | None = None
+        self._stand_in: Any = None
         self._exhausted = False
-        self._served = self._window_size = 0
+        self._served = self._own = 0
+        self._window = AgreedWindow(0, True, None)
         super().__init__()
         self._count = count
         self._accumulate = accumulate
@@ -78,28 +99,30 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         self._ahead.clear()
         self._failure = None
         self._exhausted = False
-        self._served = self._window_size = 0
+        self._served = self._own = 0
+        self._window = AgreedWindow(0, True, None)
 
     def __next__(self) -> Any:
-        if self._served == self._window_size:
+        if self._served == self._window.micro_batches:
             self._open_window()
-        if not self._ahead:
+        if not self._window.micro_batches:
             self.done = True
             raise StopIteration
-        read = self._ahead.popleft()
-        if self._served == 0:
-            self._states_at_window = read.states
-        self.fetched += 1
-        self._start_micro_batch(self._served)
+        item = self._ahead.popleft().item if self._served < self._own else (None, self.fetched, 0)
+        stands_in = item[0] is None
+        if stands_in:
+            item = (_copy(self._stand_in), *item[1:])
+        self._start_micro_batch(self._served, stands_in)
         self._served += 1
+        self.fetched += 1
         self._read_ahead(self._accumulate())
-        self.done = not self._ahead and self._failure is None
-        return read.item
+        self.done = self._served == self._window.micro_batches and not self._window.more
+        return item
 
     @property
     def unfinished(self) -> int:
         """How many micro-batches of a window that is not complete have been served."""
-        return self._served if self._served < self._window_size else 0
+        return self._served if self._served < self._window.micro_batches else 0
 
     def resume_states(self) -> list[Any]:
         """The loaders' states to go on from: what was read ahead, or belongs to an unfinished window, comes again.
@@ -121,8 +144,21 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         # a failure beyond the window is a matter of the next one
         failure = self._failure if len(counts) < size else None
         more = len(self._ahead) > size or (self._failure is not None and failure is None)
-        self._served, self._window_size = 0, len(counts)
-        self._start_window(ComingWindow(counts, more, failure))
+        batch = next((read.item[0] for read in self._ahead if read.item[0] is not None), None)
+        self._states_at_window = self._ahead[0].states if self._ahead else _compat.loader_states(self)
+        self._served, self._own = 0, len(counts)
+        # no window while the ranks agree, lest one that they refuse looks like one in hand
+        self._window = AgreedWindow(0, True, None)
+        self._window = self._start_window(
+            ComingWindow(counts, more, failure, self._stand_in if batch is None else batch)
+        )
+        # The copy is made before the step that may change the batch, and only where it will be needed.
+        missing = any(read.item[0] is None for read in islice(self._ahead, size))
+        if missing or self._own < self._window.micro_batches or (self._window.more and not more):
+            if batch is not None:
+                self._stand_in = _copy(batch)
+            elif self._stand_in is None:
+                self._stand_in = self._window.lent_batch
 
     def _read_ahead(self, depth: int) -> None:
         if self.length is not None:
@@ -142,6 +178,14 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
     def _append(self, item: Any, states: list[Any]) -> None:
         batch, _, _ = item
         try:
-            self._ahead.append(_Read(item, self._count(batch), states))
+            self._ahead.append(_Read(item, 0 if batch is None else self._count(batch), states))
         except Exception as error:
             self._failure = error
+
+
+def _copy(batch: Any) -> Any:
+    """A copy that a step can change without harm to the next one; the batch itself where it cannot be copied."""
+    try:
+        return copy.deepcopy(batch)
+    except Exception:  # raised on this rank alone it would leave the others waiting
+        return batch

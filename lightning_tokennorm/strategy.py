@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -16,7 +17,6 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_tokennorm import _compat
@@ -24,10 +24,10 @@ from lightning_tokennorm.accounting import WindowAccounting
 from lightning_tokennorm.comm_hooks import HookReduces, group_of, is_torch_hook, what_hook_leaves
 from lightning_tokennorm.counting import Count, SupervisedTokens, TokenCounter, check_count
 from lightning_tokennorm.errors import TokenNormError
-from lightning_tokennorm.exchange import WindowExchange
+from lightning_tokennorm.exchange import WindowExchange, is_of_a_collective
 from lightning_tokennorm.grad_scaler import ConstantScale, unscaled_before_step
 from lightning_tokennorm.gradients import zero_gradients
-from lightning_tokennorm.lookahead import ComingWindow, LookaheadFetcher
+from lightning_tokennorm.lookahead import AgreedWindow, ComingWindow, LookaheadFetcher
 from lightning_tokennorm.window import LossReduction, UpdateRecord
 
 
@@ -47,8 +47,9 @@ class TokenNormDDP(DDPStrategy):
         on_empty: What happens to a window in which no rank has a token: ``"skip"`` leaves parameters and optimizer
             state untouched on all ranks (``global_step`` and LR schedulers advance, as after an AMP overflow);
             ``"error"`` raises on all ranks before any backward.
-        uneven: What happens where ranks have different numbers of micro-batches: in this version both ``"pad"`` and
-            ``"error"`` raise on all ranks at the exchange.
+        uneven: What happens where ranks have different numbers of micro-batches: ``"pad"`` lets ranks whose data has
+            ended go on with micro-batches that contribute nothing, so that every batch of every rank is trained on;
+            ``"error"`` raises on all ranks at the exchange.
         audit: Whether to compare, for each micro-batch whose ``training_step`` returns
             ``{"loss": ..., "num_tokens": ...}``, that count with the one from the look-ahead. Where they differ, all
             ranks raise before the update. Costs a synchronisation per micro-batch and a collective per window.
@@ -74,6 +75,13 @@ class TokenNormDDP(DDPStrategy):
         ... )
         >>> trainer.strategy.loss_reduction
         'mean'
+    """
+
+    agree_on_sigterm: bool = True
+    """Whether a SIGTERM on any rank ends the training of all ranks at the start of the same window.
+
+    Lightning's own way (``False``, to be set before `Trainer.fit`) broadcasts rank 0's flag before each micro-batch and
+    waits for it.
     """
 
     def __init__(
@@ -113,6 +121,7 @@ class TokenNormDDP(DDPStrategy):
         self._loss_reduction: LossReduction = loss_reduction
         self._counting = counting
         self._on_empty = on_empty
+        self._uneven = uneven
         self._audit = audit
         self._last_update: UpdateRecord | None = None
         self._optimizer_stepped = False
@@ -121,8 +130,8 @@ class TokenNormDDP(DDPStrategy):
         # What exists only while fitting.
         self._windows = self._new_windows(WindowExchange())
         self._fetcher: LookaheadFetcher | None = None
-        self._restore_fetcher: Callable[[], None] | None = None
-        self._step_hook: RemovableHandle | None = None
+        self._got_sigterm = False
+        self._undo_at_teardown: list[Callable[[], None]] = []
 
     @property
     def count_tokens(self) -> TokenCounter:
@@ -141,6 +150,14 @@ class TokenNormDDP(DDPStrategy):
         A new one is there when ``on_train_batch_end`` runs for the last micro-batch of a window.
         """
         return self._last_update
+
+    @property
+    def micro_batch_is_padded(self) -> bool:
+        """Whether the micro-batch in hand is only run for the other ranks' sake, on a batch seen before.
+
+        Its gradient is zero. What ``training_step`` logs by itself it can leave out where this is true.
+        """
+        return self._windows.stands_in
 
     # ---- set-up and teardown
 
@@ -162,11 +179,11 @@ class TokenNormDDP(DDPStrategy):
             )
         _compat.register_comm_hook(self)
         self._windows = self._new_windows(WindowExchange.spanning(group, _compat.process_group_timeout(self)))
-        self._restore_fetcher = _compat.replace_fetcher(trainer, self._new_fetcher)
+        self._undo_at_teardown.append(_compat.replace_fetcher(trainer, self._new_fetcher, self._agree_on_length))
         if self.optimizers:
-            self._step_hook = self.optimizers[0].register_step_post_hook(self._note_step)
+            self._undo_at_teardown.append(self.optimizers[0].register_step_post_hook(self._note_step).remove)
         self._last_update = None
-        self._ran_backward = False
+        self._ran_backward = self._got_sigterm = False
 
     def _refuse_impossible_setup(self) -> None:
         module = self.lightning_module
@@ -195,16 +212,28 @@ class TokenNormDDP(DDPStrategy):
             exchange,
             loss_reduction=self._loss_reduction,
             on_empty=self._on_empty,
+            uneven=self._uneven,
             averaged=self._hook_leaves == "mean",
         )
 
     def _new_fetcher(self) -> LookaheadFetcher:
-        def start_window(coming: ComingWindow[Count | Tensor]) -> None:
+        def start_window(coming: ComingWindow[Count | Tensor]) -> AgreedWindow:
             assert self.lightning_module is not None
             _compat.align_logged_step(self.lightning_module.trainer)
-            self._windows.start_window(
-                coming.counts, coming.more, coming.failure, accumulate=self._accumulate, update=self._update_index
+            plan = self._windows.start_window(
+                coming.counts,
+                coming.more,
+                coming.failure,
+                accumulate=self._accumulate,
+                update=self._update_index,
+                batch=coming.batch,
+                sigterm=self._got_sigterm,
             )
+            if self._windows.asked_to_end:
+                _compat.end_by_sigterm(self.lightning_module.trainer)
+            if plan is None:
+                return AgreedWindow(micro_batches=0, more=False, lent_batch=None)
+            return AgreedWindow(plan.micro_batches, plan.more, self._windows.lent_batch)
 
         self._fetcher = LookaheadFetcher(
             count=lambda batch: check_count(self._count_tokens(batch)),
@@ -213,6 +242,10 @@ class TokenNormDDP(DDPStrategy):
             start_micro_batch=self._windows.start_micro_batch,
         )
         return self._fetcher
+
+    def _agree_on_length(self, length: int | None) -> int | None:
+        lengths = self._windows.exchange.gather_objects(length)
+        return None if None in lengths else max(lengths)
 
     @override
     def on_train_start(self) -> None:
@@ -225,8 +258,11 @@ class TokenNormDDP(DDPStrategy):
         if getattr(getattr(self.model, "_join_config", None), "enable", False):
             raise MisconfigurationException(
                 "Training runs inside `DistributedDataParallel.join()`, which lets ranks go on alone and does not work"
-                " with the `no_sync` of gradient accumulation. Leave it out: ranks of unequal length are told here."
+                " with the `no_sync` of gradient accumulation. Leave it out: ranks of unequal length are padded here."
             )
+        if self.agree_on_sigterm:
+            assert self.lightning_module is not None
+            self._undo_at_teardown.append(_compat.defer_sigterm(self.lightning_module.trainer, self._note_sigterm))
         rank_zero_info(
             f"TokenNormDDP: every supervised token weighs the same over W={self._windows.exchange.world_size} ranks and"
             f" K={self._accumulate} micro-batches per update (counting={self._counting!r},"
@@ -234,13 +270,44 @@ class TokenNormDDP(DDPStrategy):
         )
 
     @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if padded := self._windows.padded_micro_batches:
+            rank_zero_info(
+                f"TokenNormDDP: the ranks had unequal numbers of batches; {padded} micro-batches without data were"
+                " run in all, which contribute nothing."
+            )
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._windows.exchange.world_size == 1 or self._fetcher is None:
+            return
+        if is_of_a_collective(exception) or is_of_a_collective(exception.__cause__):
+            return  # another rank's end, of which that one has left word if it could
+        where = f"rank {self._windows.exchange.rank}, batch {self._batch_idx}, update {self._update_index}"
+        self._windows.exchange.announce(
+            f"The first to fail was {where}: {type(exception).__name__}: {exception}. Mend what its own traceback"
+            " shows; the run can go on from its last checkpoint."
+        )
+        if sys.version_info >= (3, 11):
+            exception.add_note(f"This was {where}.")
+
+    @contextmanager
+    def _failed_rank_named(self) -> Iterator[None]:
+        # A collective of DDP's that fails because another rank has failed says only that a connection was closed.
+        try:
+            yield
+        except RuntimeError as error:
+            said = self._windows.exchange.announced() if is_of_a_collective(error) else None
+            if said is None:
+                raise
+            raise TokenNormError(f"Another rank has ended inside a window. {said}") from error
+
+    @override
     def teardown(self) -> None:
-        if self._restore_fetcher is not None:
-            self._restore_fetcher()
-            self._restore_fetcher = None
-        if self._step_hook is not None:
-            self._step_hook.remove()
-            self._step_hook = None
+        while self._undo_at_teardown:
+            self._undo_at_teardown.pop()()
         self._fetcher = None
         self._windows = self._new_windows(WindowExchange())
         super().teardown()
@@ -274,11 +341,24 @@ class TokenNormDDP(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        output = super().training_step(*args, **kwargs)
+        with self._failed_rank_named():
+            output = super().training_step(*args, **kwargs)
+        self._refuse_without_gradient(output)
         if self._audit:
             position = {"batch_idx": self._batch_idx, "accumulate": self._accumulate, "update": self._update_index}
             self._windows.audit(output, **position)
         return output
+
+    def _refuse_without_gradient(self, output: STEP_OUTPUT) -> None:
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            return
+        got = f"a loss without a graph ({loss!r})" if isinstance(loss, Tensor) else f"{output!r}"
+        raise TokenNormError(
+            f"`training_step` returned {got} on rank {self._windows.exchange.rank} for batch {self._batch_idx};"
+            " expected a loss to run the backward of, or a dict with the key 'loss': every rank runs one for every"
+            " micro-batch. To leave a batch out, give it no supervised token (labels of -100): it then weighs nothing."
+        )
 
     @override
     @contextmanager
@@ -307,7 +387,8 @@ class TokenNormDDP(DDPStrategy):
                 optimizer.zero_grad()
         self._refuse_moved_scale(scaler)
         assert self.lightning_module is not None
-        with nullcontext() if factor else zero_gradients(self.lightning_module.parameters()):
+        without = nullcontext() if factor else zero_gradients(self.lightning_module.parameters())
+        with self._failed_rank_named(), without:
             result = super().backward(closure_loss * factor, optimizer, *args, **kwargs)
         self._refuse_moved_scale(scaler)  # by a hook that ran after the backward, maybe the window's last one
         return result
@@ -349,6 +430,9 @@ class TokenNormDDP(DDPStrategy):
 
     def _note_step(self, *_: Any) -> None:
         self._optimizer_stepped = True
+
+    def _note_sigterm(self) -> None:
+        self._got_sigterm = True
 
     # ---- names
 

@@ -41,6 +41,10 @@ class RankReport:
     """Whether this rank has another micro-batch in this epoch after the window."""
     refuses: bool = False
     """Whether this rank cannot go on; the reasons are exchanged afterwards."""
+    borrows: bool = False
+    """Whether this rank has never had a batch, so that it needs one of another rank to run a padded micro-batch on."""
+    sigterm: bool = False
+    """Whether this rank was asked to end (SIGTERM)."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,11 @@ class WindowPlan:
     accumulate: int
     """``K``, by which Lightning divides each loss of the window."""
     tokens: tuple[Count, ...]
-    """``n[r, k]`` of this rank, one per micro-batch."""
+    """``n[r, k]`` of this rank, one per micro-batch; 0 for padded ones."""
+    more: bool
+    """Whether some rank has another micro-batch in this epoch after the window."""
+    padded_micro_batches: int
+    """Micro-batches that ranks run without data of their own, over all ranks."""
     tokens_min: Count
     """The smallest number of tokens that a rank has in the window."""
     tokens_max: Count
@@ -76,17 +84,22 @@ class WindowPlan:
     def agreed(cls, reports: Sequence[RankReport], tokens: tuple[Count, ...], *, averaged: bool = True) -> WindowPlan:
         """The plan that follows from the reports of all ranks, in which `disagreement` found nothing.
 
+        The window is as long as the longest rank's: the others are padded with micro-batches without tokens.
+
         Args:
             reports: One report per rank, the same list on every rank.
-            tokens: ``n[r, k]`` of this rank.
+            tokens: ``n[r, k]`` of this rank's own micro-batches.
             averaged: Whether DDP leaves the ranks' mean of the gradients, else their sum.
         """
         per_rank = [report.num_tokens for report in reports]
+        micro_batches = max(report.micro_batches for report in reports)
         return cls(
             num_tokens=total(per_rank),
             world_size=len(reports),
             accumulate=reports[0].accumulate,
-            tokens=tokens,
+            tokens=tokens + (0,) * (micro_batches - len(tokens)),
+            more=any(report.more for report in reports),
+            padded_micro_batches=sum(micro_batches - report.micro_batches for report in reports),
             tokens_min=min(per_rank),
             tokens_max=max(per_rank),
             ranks_averaged=len(reports) if averaged else 1,
@@ -149,6 +162,8 @@ class UpdateRecord:
     """Whether the optimizer stepped."""
     skipped_because: str | None
     """Why it did not, else ``None``."""
+    padded_micro_batches: int = 0
+    """Micro-batches of the window, over all ranks, that had no data: their ranks' loaders had ended."""
 
 
 def total(counts: Iterable[Count]) -> Count:
@@ -157,11 +172,12 @@ def total(counts: Iterable[Count]) -> Count:
     return sum(counts) if all(isinstance(count, int) for count in counts) else math.fsum(counts)
 
 
-def disagreement(reports: Sequence[RankReport]) -> str | None:
+def disagreement(reports: Sequence[RankReport], *, pad: bool) -> str | None:
     """Say in what the ranks' windows do not fit together.
 
     Args:
         reports: One report per rank, the same list on every rank: so all ranks come to the same answer.
+        pad: Whether ranks whose data ends early are padded; else they have to end together.
 
     Returns:
         A sentence that names the ranks, what each has and what to change; ``None`` where the ranks agree.
@@ -171,9 +187,11 @@ def disagreement(reports: Sequence[RankReport]) -> str | None:
             f"`accumulate_grad_batches` differs between ranks: {_by_rank(r.accumulate for r in reports)}."
             " Give every rank the same value."
         )
+    if pad:
+        return None
     remedy = (
         " Every rank has to yield the same number of batches per epoch: use a DistributedSampler, or cut the longer"
-        " streams (`limit_train_batches` is one way)."
+        ' streams (`limit_train_batches` is one way), or pad the shorter ones with `uneven="pad"`.'
     )
     if len({report.micro_batches for report in reports}) > 1:
         return (

@@ -59,6 +59,7 @@ def test_signatures() -> None:
         "loss_sum",
         "applied",
         "skipped_because",
+        "padded_micro_batches",
     ]
     assert issubclass(package.TokenNormError, RuntimeError)
 

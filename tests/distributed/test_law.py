@@ -170,29 +170,6 @@ def test_trainer_limits(options: dict[str, Any], gradients: list[float], sized: 
     assert all(result["global_step"] == len(gradients) for result in results)
 
 
-@pytest.mark.parametrize("sized", [True, False], ids=["sized", "stream"])
-def test_ranks_that_disagree_raise_together(sized: bool) -> None:
-    # 5 and 6 batches, K = 3: the second window has 2 and 3 micro-batches
-    table = [R2[0], [*R2[1], (1, 1)]]
-    results = run_ranks(fit, 2, table, 3, "mean", sized)
-    for result in results:
-        assert "the ranks disagree on the number of micro-batches in this window" in result["error"]
-        assert "rank 0 has 2, rank 1 has 3" in result["error"]
-        assert result["gradients"] == pytest.approx([1.75], abs=TOLERANCE)
-
-
-def test_rank_that_ends_at_a_windows_edge_raises_everywhere() -> None:
-    # 3 and 6 batches, K = 3: rank 0 would go to its epoch's end while rank 1 waits for it in the second window
-    table = [R1[0], [*R1[1], *R1[1]]]
-    for result in run_ranks(fit, 2, table, 3, "mean", False):
-        assert "the epoch of rank 0 ends with this window while other ranks have more" in result["error"]
-
-
-def test_rank_without_any_batch_raises_everywhere() -> None:
-    for result in run_ranks(fit, 2, [[], R1[1]], 3, "mean", False):
-        assert "rank 0 has 0, rank 1 has 3" in result["error"]
-
-
 def test_tokens_spread_over_four_ranks() -> None:
     # W forgotten would give 1.75 / 4 = 0.4375
     table = rig.deal(R1, 4)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from lightning_tokennorm import TokenNormDDP
-from lightning_tokennorm.window import WindowPlan
+from lightning_tokennorm.window import RankReport, WindowPlan
 from tests.helpers import tiny_lm
 from tests.helpers.launch import run_ranks
 from tests.helpers.scalar_rig import R0, R00, R1, R2, ScalarModule, Table, make_loader, make_trainer
@@ -390,15 +390,8 @@ def test_a_million_tokens_per_window_stay_in_range(reduction: str) -> None:
 def test_factors_have_the_size_of_the_mean() -> None:
     # with equal counts the factor on a mean is 1, however many ranks, micro-batches and tokens there are
     for world_size, accumulate, tokens in ((1, 1, 1), (2, 16, 10**6), (64, 128, 4096)):
-        plan = WindowPlan(
-            num_tokens=world_size * accumulate * tokens,
-            world_size=world_size,
-            accumulate=accumulate,
-            tokens=(tokens,) * accumulate,
-            tokens_min=tokens,
-            tokens_max=tokens,
-            ranks_averaged=world_size,
-        )
+        rank = RankReport(accumulate * tokens, accumulate, accumulate, more=False)
+        plan = WindowPlan.agreed([rank] * world_size, (tokens,) * accumulate)
         assert plan.factor(0, "mean") == pytest.approx(1.0, rel=1e-12)
 
 

@@ -16,7 +16,7 @@ from tests.helpers.launch import run_ranks
 REPORTS = [
     RankReport(2**62 + 1, 3, 4, True),
     RankReport(0.1, 0, 1, False, refuses=True),
-    RankReport(0, 1, 1, False),
+    RankReport(0, 1, 1, False, borrows=True, sigterm=True),
 ]
 
 
@@ -24,7 +24,7 @@ def gather(rank: int, world_size: int) -> list[RankReport]:
     first = WindowExchange.spanning(dist.group.WORLD)
     assert (first.rank, first.world_size) == (rank, world_size)
     assert WindowExchange.spanning(dist.group.WORLD).group is first.group  # the next fit shares it
-    assert first.gather_reasons(None if rank else "tired") == ["tired"] + [None] * (world_size - 1)
+    assert first.gather_objects(None if rank else "tired") == ["tired"] + [None] * (world_size - 1)
     return first.gather(REPORTS[rank])
 
 
@@ -38,7 +38,10 @@ def test_every_rank_gets_every_report_exactly() -> None:
 def test_without_a_process_group_nothing_is_sent() -> None:
     exchange = WindowExchange.spanning(None)
     assert exchange.gather(REPORTS[0]) == [REPORTS[0]]
-    assert exchange.gather_reasons("why") == ["why"]
+    assert exchange.gather_objects("why") == ["why"]
+    assert exchange.lend("batch", 0) == "batch"
+    exchange.announce("never read by anybody")
+    assert exchange.announced() is None
     assert (exchange.rank, exchange.world_size) == (0, 1)
 
 

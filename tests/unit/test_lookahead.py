@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from lightning.pytorch.utilities import CombinedLoader
 
-from lightning_tokennorm.lookahead import ComingWindow, LookaheadFetcher
+from lightning_tokennorm.lookahead import AgreedWindow, ComingWindow, LookaheadFetcher
 
 
 class Source:
@@ -26,14 +26,28 @@ class Source:
             yield index
 
 
-def open_fetcher(source: Source, accumulate: int, windows: list[ComingWindow[int]]) -> LookaheadFetcher:
+def alone(coming: ComingWindow[int]) -> AgreedWindow:
+    """What is agreed on where there is no other rank."""
+    return AgreedWindow(len(coming.counts), coming.more, lent_batch=None)
+
+
+def open_fetcher(
+    source: Source,
+    accumulate: int,
+    windows: list[ComingWindow[int]],
+    agree: Callable[[ComingWindow[int]], AgreedWindow] = alone,
+) -> LookaheadFetcher:
+    def start_window(coming: ComingWindow[int]) -> AgreedWindow:
+        windows.append(coming)
+        return agree(coming)
+
     loader = CombinedLoader(source, "max_size_cycle")
     loader.limits = [float("inf")]
     fetcher = LookaheadFetcher(
         count=lambda batch: batch * 10,
         accumulate=lambda: accumulate,
-        start_window=windows.append,
-        start_micro_batch=lambda index: None,
+        start_window=start_window,
+        start_micro_batch=lambda index, stands_in: None,
     )
     fetcher.setup(loader)
     return iter(fetcher)
