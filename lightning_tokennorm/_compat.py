@@ -152,18 +152,14 @@ def rewind_checkpoint(
     """Change a checkpoint's loops so that a run resumes some micro-batches earlier.
 
     Args:
-        checkpoint: The checkpoint, before it is written. One without loops (weights only) is left alone.
+        checkpoint: The checkpoint, before it is written; it `has_progress`.
         states: The loaders' states from before the first batch to train on; empty where they start afresh.
         micro_batches: By how many batches the progress is behind what Lightning has counted.
         stream_has_ended: Whether a loader of unknown length is at its end. Lightning goes on with the next epoch then,
             but would count its batches from where the last one ended, and so cut its windows elsewhere.
     """
-    loops = checkpoint.get("loops", {}).get("fit_loop")
-    if loops is None:
-        return
-    loops["state_dict"].pop("combined_loader", None)
-    if states:
-        loops["state_dict"]["combined_loader"] = states
+    loops = checkpoint["loops"]["fit_loop"]
+    set_loader_states(checkpoint, states)
     progress = loops["epoch_loop.batch_progress"]
     for counts, behind in (
         (progress["current"], progress["current"]["ready"] if stream_has_ended else micro_batches),
@@ -171,6 +167,19 @@ def rewind_checkpoint(
     ):
         for name in counts:
             counts[name] -= behind
+
+
+def set_loader_states(checkpoint: dict[str, Any], states: list[Any]) -> None:
+    """Change the loader states that Lightning gives back to the loaders; empty for none."""
+    loop_state = checkpoint["loops"]["fit_loop"]["state_dict"]
+    loop_state.pop("combined_loader", None)
+    if states:
+        loop_state["combined_loader"] = states
+
+
+def has_progress(checkpoint: dict[str, Any]) -> bool:
+    """Whether a checkpoint says how far the training has come; one with weights only does not."""
+    return "fit_loop" in checkpoint.get("loops", {})
 
 
 def align_logged_step(trainer: pl.Trainer) -> None:

@@ -71,6 +71,7 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
             data, and on every rank alike: the place for an exchange. What it raises ends the epoch.
         start_micro_batch: Called for each micro-batch that is served, with its index in the window and whether it is a
             stand-in.
+        ended: Whether the data of the first epoch has been used up before, by the run that this one resumes.
     """
 
     def __init__(
@@ -80,12 +81,13 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         accumulate: Callable[[], int],
         start_window: Callable[[ComingWindow[T]], AgreedWindow],
         start_micro_batch: Callable[[int, bool], None],
+        ended: bool = False,
     ) -> None:
         self._ahead: deque[_Read[T]] = deque()
         self._states_at_window: list[Any] = []
         self._failure: Exception | None = None
         self._stand_in: Any = None
-        self._exhausted = False
+        self._exhausted, self._starts_exhausted = False, ended
         self._served = self._own = 0
         self._window = AgreedWindow(0, True, None)
         super().__init__()
@@ -98,7 +100,7 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         super().reset()
         self._ahead.clear()
         self._failure = None
-        self._exhausted = False
+        self._exhausted, self._starts_exhausted = self._starts_exhausted, False
         self._served = self._own = 0
         self._window = AgreedWindow(0, True, None)
 
@@ -133,7 +135,15 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
             return self._states_at_window
         if self._ahead:
             return self._ahead[0].states
-        return [] if self.done else _compat.loader_states(self)
+        return [] if self.done or self.ended else _compat.loader_states(self)
+
+    @property
+    def ended(self) -> bool:
+        """Whether this rank has nothing to go on with in this epoch, in which other ranks have more."""
+        if self.unfinished:
+            return self._own == 0
+        used_up = self._exhausted or (self.length is not None and self.fetched >= self.length)
+        return used_up and not self._ahead and not self.done
 
     def _open_window(self) -> None:
         # Lightning steps when the number of batches is a multiple of K, so a window that starts elsewhere (after a

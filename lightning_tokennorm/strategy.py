@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tokennorm import _compat
+from lightning_tokennorm import _compat, resume
 from lightning_tokennorm.accounting import WindowAccounting
 from lightning_tokennorm.comm_hooks import HookReduces, group_of, is_torch_hook, what_hook_leaves
 from lightning_tokennorm.counting import Count, SupervisedTokens, TokenCounter, check_count
@@ -131,6 +131,7 @@ class TokenNormDDP(DDPStrategy):
         self._windows = self._new_windows(WindowExchange())
         self._fetcher: LookaheadFetcher | None = None
         self._got_sigterm = False
+        self._starts_ended = self._starts_anywhere = False  # what a checkpoint says of the first window
         self._undo_at_teardown: list[Callable[[], None]] = []
 
     @property
@@ -220,6 +221,7 @@ class TokenNormDDP(DDPStrategy):
         def start_window(coming: ComingWindow[Count | Tensor]) -> AgreedWindow:
             assert self.lightning_module is not None
             _compat.align_logged_step(self.lightning_module.trainer)
+            self._refuse_torn_window(fetcher.fetched % self._accumulate)
             plan = self._windows.start_window(
                 coming.counts,
                 coming.more,
@@ -235,13 +237,15 @@ class TokenNormDDP(DDPStrategy):
                 return AgreedWindow(micro_batches=0, more=False, lent_batch=None)
             return AgreedWindow(plan.micro_batches, plan.more, self._windows.lent_batch)
 
-        self._fetcher = LookaheadFetcher(
+        self._fetcher = fetcher = LookaheadFetcher(
             count=lambda batch: check_count(self._count_tokens(batch)),
             accumulate=lambda: self._accumulate,
             start_window=start_window,
             start_micro_batch=self._windows.start_micro_batch,
+            ended=self._starts_ended,
         )
-        return self._fetcher
+        self._starts_ended = False
+        return fetcher
 
     def _agree_on_length(self, length: int | None) -> int | None:
         lengths = self._windows.exchange.gather_objects(length)
@@ -310,17 +314,46 @@ class TokenNormDDP(DDPStrategy):
             self._undo_at_teardown.pop()()
         self._fetcher = None
         self._windows = self._new_windows(WindowExchange())
+        self._starts_ended = self._starts_anywhere = False
         super().teardown()
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         # Lightning's dict speaks of all batches that were read. Those that wait here are still to come, and a window
         # that is not complete loses its gradients with the process, so it is done again whole.
-        if self._fetcher is not None:
-            fetcher = self._fetcher
+        fetcher = self._fetcher
+        if fetcher is not None and _compat.has_progress(checkpoint):
+            states = fetcher.resume_states()
             ended = bool(fetcher.done) and fetcher.length is None
-            _compat.rewind_checkpoint(checkpoint, fetcher.resume_states(), fetcher.unfinished, stream_has_ended=ended)
+            _compat.rewind_checkpoint(checkpoint, states, fetcher.unfinished, stream_has_ended=ended)
+            resume.write_positions(checkpoint, self._gather_positions(resume.position(states, fetcher.ended)))
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _gather_positions(self, own: dict[str, Any]) -> list[dict[str, Any]] | None:
+        # Lightning has all ranks save together. Not so after an error of one rank alone: nobody must wait then.
+        exchange = self._windows.exchange
+        alone = sys.exc_info()[1] is not None and not self._windows.asked_to_end
+        # Loaders are told apart by the rank in the world, of which DDP's group may be a part.
+        return None if alone or exchange.world_size != self.world_size else exchange.gather_objects(own)
+
+    @override
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        assert self.lightning_module is not None
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if fitting and _compat.has_progress(checkpoint):
+            self._starts_ended = resume.take_position(checkpoint, self.global_rank, self.world_size)
+            self._starts_anywhere = not resume.is_marked(checkpoint)
+        return checkpoint
+
+    def _refuse_torn_window(self, begun: int) -> None:
+        if self._starts_anywhere and begun:
+            raise TokenNormError(
+                f"The checkpoint was written inside an accumulation window, by another strategy: the gradients of its"
+                f" first {begun} micro-batches are lost with `accumulate_grad_batches={self._accumulate}`. Resume with"
+                " a value that divides the number of batches done, or from a checkpoint after an update."
+            )
+        self._starts_anywhere = False
 
     # ---- the window: agree, scale, step, record
 

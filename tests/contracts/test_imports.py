@@ -21,6 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "accounting": {"torch", "counting", "errors", "exchange", "window"},
     "_compat": {"lightning", "packaging", "torchmetrics"},
     "lookahead": {"_compat"},
+    "resume": {"_compat", "errors"},
     "metric": {"torch", "torchmetrics", "counting"},
     "callbacks": {"torch", "torchmetrics", "lightning", "_compat", "counting", "metric", "window", "typing_extensions"},
     "strategy": {
@@ -35,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
             "grad_scaler",
             "gradients",
             "lookahead",
+            "resume",
             "window",
         ),
     },

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_tokennorm import TokenNormDDP
+from lightning_tokennorm import TokenNormDDP, TokenNormError
 from tests.helpers.launch import run_ranks
 from tests.helpers.scalar_rig import ScalarModule, make_batch, make_trainer
 
@@ -57,6 +57,20 @@ class SizedStream(Stream):
         return LENGTH
 
 
+class Uneven(Stream):
+    """Rank 0 has 2 batches, rank 1 all, rank 2 has 5."""
+
+    def _rest(self) -> Iterator[dict[str, Tensor]]:
+        while self.position < (2, LENGTH, 5)[dist.get_rank()]:
+            self.position += 1
+            yield batch(self.position - 1 + dist.get_rank() * 10)
+
+
+class SizedUneven(Uneven):
+    def __len__(self) -> int:
+        return (2, LENGTH, 5)[dist.get_rank()]
+
+
 class Indexed(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return LENGTH
@@ -70,6 +84,8 @@ def make_stateful_loader(kind: str) -> Any:
         return Stream()
     if kind == "sized":
         return SizedStream()
+    if kind.startswith("uneven"):
+        return SizedUneven() if kind == "uneven, sized" else Uneven()
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     generator = torch.Generator().manual_seed(5)
@@ -94,7 +110,8 @@ class Module(ScalarModule):
         return super().loss(batch) * self.t  # quadratic, so that every update depends on those before it
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        self.trained.append(batch["values"][0, 1].item())
+        if not getattr(self.trainer.strategy, "micro_batch_is_padded", False):
+            self.trained.append(batch["values"][0, 1].item())
         return super().training_step(batch, batch_idx)
 
 
@@ -180,6 +197,61 @@ def test_stopped_after_any_batch(kind: str, tmp_path: Path) -> None:
 
 def test_two_ranks_stopped_after_any_batch(tmp_path: Path) -> None:
     run_ranks(stop_and_resume, 2, str(tmp_path), "stream", "train", timeout_s=170)
+
+
+def stop_and_resume_unevenly(rank: int, world_size: int, folder: str, kind: str) -> None:
+    whole = fit(kind, world_size=world_size)
+    for batch_idx in range(2 * LENGTH - 1):
+        path = Path(folder) / f"{batch_idx}.ckpt"
+        stopped = fit(kind, world_size=world_size, callbacks=[Saves(path, batch_idx)])
+        resumed = fit(kind, path=path, world_size=world_size)
+        # the epoch has as many batches as rank 1: windows end at its batches 2, 5 and 7
+        updates = batch_idx // LENGTH * 3 + sum(batch_idx % LENGTH >= end for end in (2, 5, 7))
+        assert resumed.parameters_after == whole.parameters_after[updates:], f"stopped after batch {batch_idx}"
+        done_again = len(stopped.trained) + len(resumed.trained) - len(whole.trained)
+        assert 0 <= done_again <= 2  # of the window that was not complete
+        assert stopped.trained[: len(stopped.trained) - done_again] + resumed.trained == whole.trained
+        assert resumed.trainer.global_step == 6
+
+
+@pytest.mark.parametrize("kind", ["uneven, stream", "uneven, sized"])
+def test_ranks_of_unequal_length_stopped_after_any_batch(kind: str, tmp_path: Path) -> None:
+    run_ranks(stop_and_resume_unevenly, 3, str(tmp_path), kind, timeout_s=170)
+
+
+def stop(rank: int, world_size: int, path: str, batch_idx: int) -> None:
+    fit("stream", world_size=world_size, callbacks=[Saves(Path(path), batch_idx)])
+
+
+def go_on(rank: int, world_size: int, path: str) -> int | str:
+    try:
+        return len(fit("stream", path=path, world_size=world_size).trained)
+    except TokenNormError as error:
+        return str(error)
+
+
+def test_resume_with_another_number_of_ranks(tmp_path: Path) -> None:
+    path = str(tmp_path / "epoch.ckpt")
+    run_ranks(stop, 2, path, LENGTH - 1)
+    assert run_ranks(go_on, 1, path) == [LENGTH]  # the second epoch
+    path = str(tmp_path / "inside.ckpt")
+    run_ranks(stop, 1, path, 2)
+    for error in run_ranks(go_on, 2, path):
+        assert "written inside an epoch, by 1 ranks; this run has 2" in error
+
+
+def resume_a_torn_window(rank: int, world_size: int, folder: str) -> tuple[str, int]:
+    path = Path(folder) / "torn.ckpt"
+    fit("sized", strategy=DDPStrategy(), world_size=world_size, callbacks=[Saves(path, 3)])  # 4 of 8, K = 3
+    with pytest.raises(TokenNormError) as caught:
+        fit("sized", path=path, world_size=world_size)
+    return str(caught.value), len(fit("sized", accumulate=2, path=path, world_size=world_size).trained)
+
+
+def test_a_window_torn_by_another_strategy_is_refused(tmp_path: Path) -> None:
+    for error, trained in run_ranks(resume_a_torn_window, 2, str(tmp_path)):
+        assert "the gradients of its first 1 micro-batches are lost with `accumulate_grad_batches=3`" in error
+        assert trained == 4 + LENGTH  # 4 is a multiple of 2: nothing is lost
 
 
 @pytest.mark.parametrize("kind", ["stream", "torchdata"])

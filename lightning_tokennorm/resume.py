@@ -1,0 +1,65 @@
+"""What a checkpoint says, besides Lightning's own, so that every rank goes on where it was.
+
+Lightning saves the loader states of rank 0 and gives them to all ranks. Ranks whose data differ in length, or whose
+loaders are each in a state of their own, need their own back. Plain containers, so that any Trainer can load the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_tokennorm import _compat
+from lightning_tokennorm.errors import TokenNormError
+
+KEY = "lightning_tokennorm"
+
+
+def position(states: list[Any], ended: bool) -> dict[str, Any]:
+    """Where one rank is in its data.
+
+    Args:
+        states: The states of its loaders to go on from; empty where none has one, or the next epoch starts afresh.
+        ended: Whether its data of this epoch has ended while other ranks have more.
+    """
+    return {"states": states, "ended": ended}
+
+
+def write_positions(checkpoint: dict[str, Any], positions: Sequence[Mapping[str, Any]] | None) -> None:
+    """Add the positions of all ranks to a checkpoint; ``None`` where they could not be gathered."""
+    checkpoint[KEY] = {"positions": positions and list(positions)}
+
+
+def is_marked(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint was written here, and thus at the edge of a window."""
+    return KEY in checkpoint
+
+
+def take_position(checkpoint: dict[str, Any], rank: int, world_size: int) -> bool:
+    """Put a rank's own loader states where Lightning looks for them.
+
+    Args:
+        checkpoint: The checkpoint, as it was read.
+        rank: This rank.
+        world_size: ``W`` of this run.
+
+    Returns:
+        Whether this rank's data of the epoch has ended.
+
+    Raises:
+        TokenNormError: The loaders were inside an epoch on another number of ranks. All ranks read the same file, so
+            all raise.
+    """
+    positions = checkpoint.get(KEY, {}).get("positions")
+    if positions is None:
+        return False
+    if len(positions) == world_size:
+        _compat.set_loader_states(checkpoint, positions[rank]["states"])
+        return bool(positions[rank]["ended"])
+    if any(each["states"] or each["ended"] for each in positions):
+        raise TokenNormError(
+            f"The checkpoint was written inside an epoch, by {len(positions)} ranks; this run has {world_size}. The"
+            " state of a loader on one of them does not say which samples another number of ranks has left. Resume"
+            f" with {len(positions)} ranks, or from a checkpoint at the end of an epoch."
+        )
+    return False
