@@ -167,6 +167,11 @@ def rewind_checkpoint(
     ):
         for name in counts:
             counts[name] -= behind
+    if not progress["is_last_batch"]:
+        # A fit that stops inside an epoch (`max_steps`, `should_stop`) counts it as over; here it goes on.
+        for counts in (loops["epoch_progress"]["current"], loops["epoch_progress"]["total"]):
+            for name in ("processed", "completed"):
+                counts[name] = max(0, min(counts[name], counts["started"] - 1))
 
 
 def set_loader_states(checkpoint: dict[str, Any], states: list[Any]) -> None:

@@ -6,13 +6,28 @@ loaders are each in a state of their own, need their own back. Plain containers,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_tokennorm import _compat
 from lightning_tokennorm.errors import TokenNormError
 
 KEY = "lightning_tokennorm"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a rank has come, at the last edge of a window."""
+
+    states: list[Any]
+    """The states of its loaders to go on from; empty where none has one, or the next epoch starts afresh."""
+    unfinished: int
+    """Micro-batches since that edge, whose gradients are gone with the process."""
+    stream_has_ended: bool
+    """Whether the epoch is over and its length was not known before."""
+    positions: list[dict[str, Any]] | None
+    """The `position` of each rank; ``None`` where they could not be gathered."""
 
 
 def position(states: list[Any], ended: bool) -> dict[str, Any]:
@@ -25,9 +40,17 @@ def position(states: list[Any], ended: bool) -> dict[str, Any]:
     return {"states": states, "ended": ended}
 
 
-def write_positions(checkpoint: dict[str, Any], positions: Sequence[Mapping[str, Any]] | None) -> None:
-    """Add the positions of all ranks to a checkpoint; ``None`` where they could not be gathered."""
-    checkpoint[KEY] = {"positions": positions and list(positions)}
+def write(checkpoint: dict[str, Any], progress: Progress) -> None:
+    """Let a checkpoint lead back to the edge of a window, on every rank.
+
+    Args:
+        checkpoint: The checkpoint, before it is written. Lightning's dict speaks of all batches that were read.
+        progress: How far this rank has come.
+    """
+    _compat.rewind_checkpoint(
+        checkpoint, progress.states, progress.unfinished, stream_has_ended=progress.stream_has_ended
+    )
+    checkpoint[KEY] = {"positions": progress.positions}
 
 
 def is_marked(checkpoint: Mapping[str, Any]) -> bool:

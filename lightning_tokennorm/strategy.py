@@ -132,6 +132,7 @@ class TokenNormDDP(DDPStrategy):
         self._fetcher: LookaheadFetcher | None = None
         self._got_sigterm = False
         self._starts_ended = self._starts_anywhere = False  # what a checkpoint says of the first window
+        self._left_off_at: resume.Progress | None = None
         self._undo_at_teardown: list[Callable[[], None]] = []
 
     @property
@@ -183,7 +184,7 @@ class TokenNormDDP(DDPStrategy):
         self._undo_at_teardown.append(_compat.replace_fetcher(trainer, self._new_fetcher, self._agree_on_length))
         if self.optimizers:
             self._undo_at_teardown.append(self.optimizers[0].register_step_post_hook(self._note_step).remove)
-        self._last_update = None
+        self._last_update = self._left_off_at = None
         self._ran_backward = self._got_sigterm = False
 
     def _refuse_impossible_setup(self) -> None:
@@ -276,6 +277,7 @@ class TokenNormDDP(DDPStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
+        self._left_off_at = self._progress(together=True)  # for a checkpoint after the fit
         if padded := self._windows.padded_micro_batches:
             rank_zero_info(
                 f"TokenNormDDP: the ranks had unequal numbers of batches; {padded} micro-batches without data were"
@@ -310,6 +312,8 @@ class TokenNormDDP(DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        if self._left_off_at is None and self._fetcher is not None and self._fetcher.iterator is not None:
+            self._left_off_at = self._progress(together=False)
         while self._undo_at_teardown:
             self._undo_at_teardown.pop()()
         self._fetcher = None
@@ -319,22 +323,26 @@ class TokenNormDDP(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        # Lightning's dict speaks of all batches that were read. Those that wait here are still to come, and a window
-        # that is not complete loses its gradients with the process, so it is done again whole.
-        fetcher = self._fetcher
-        if fetcher is not None and _compat.has_progress(checkpoint):
-            states = fetcher.resume_states()
-            ended = bool(fetcher.done) and fetcher.length is None
-            _compat.rewind_checkpoint(checkpoint, states, fetcher.unfinished, stream_has_ended=ended)
-            resume.write_positions(checkpoint, self._gather_positions(resume.position(states, fetcher.ended)))
+        # Batches that wait here are still to come, and a window that is not complete is done again whole.
+        # Lightning has all ranks save together. Not so after an error of one rank alone: nobody must wait then.
+        together = sys.exc_info()[1] is None or self._windows.asked_to_end
+        progress = self._progress(together) if self._fetcher is not None else self._left_off_at
+        if progress is not None and _compat.has_progress(checkpoint):
+            resume.write(checkpoint, progress)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def _gather_positions(self, own: dict[str, Any]) -> list[dict[str, Any]] | None:
-        # Lightning has all ranks save together. Not so after an error of one rank alone: nobody must wait then.
-        exchange = self._windows.exchange
-        alone = sys.exc_info()[1] is not None and not self._windows.asked_to_end
+    def _progress(self, together: bool) -> resume.Progress:
+        fetcher, exchange = self._fetcher, self._windows.exchange
+        assert fetcher is not None
+        states = fetcher.resume_states()
         # Loaders are told apart by the rank in the world, of which DDP's group may be a part.
-        return None if alone or exchange.world_size != self.world_size else exchange.gather_objects(own)
+        together &= exchange.world_size == self.world_size
+        return resume.Progress(
+            states=states,
+            unfinished=fetcher.unfinished,
+            stream_has_ended=bool(fetcher.done) and fetcher.length is None,
+            positions=exchange.gather_objects(resume.position(states, fetcher.ended)) if together else None,
+        )
 
     @override
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
