@@ -10,6 +10,10 @@ import torch
 import torch.distributed as dist
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak-windows", type=int, default=600, help="how many windows tests/soak goes through")
+
+
 @pytest.fixture(autouse=True)
 def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     environment = dict(os.environ)
