@@ -17,6 +17,7 @@ from lightning.pytorch.loops import fetchers
 from lightning.pytorch.loops import fit_loop as fit_loop_module
 from lightning.pytorch.overrides import distributed
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities import combined_loader as combined_loader_module
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from packaging.version import Version
@@ -36,6 +37,8 @@ def _private(owner: Any, name: str) -> Any:
             " Install a release that CHANGELOG.md names as tested, or report this."
         ) from None
 
+
+_Stateful: Any = _private(combined_loader_module, "_Stateful")
 
 BaseFetcher: Any = _private(fetchers, "_DataFetcher")
 """The base of the objects through which the loops read batches."""
@@ -140,10 +143,10 @@ def end_by_sigterm(trainer: pl.Trainer) -> NoReturn:
     raise SIGTERMException
 
 
-def loader_states(fetcher: Any) -> list[Any]:
-    """The states of the loaders that have one, as Lightning saves them; empty where none has."""
-    states: list[Any] = _private(fetcher.combined_loader, "_state_dicts")()
-    return states
+def stateful_loaders(fetcher: Any) -> list[Any]:
+    """The loaders whose states Lightning saves, in its order; none where no loader has been set up."""
+    combined = _private(fetcher, "_combined_loader")
+    return [] if combined is None else [each for each in combined.flattened if isinstance(each, _Stateful)]
 
 
 def rewind_checkpoint(

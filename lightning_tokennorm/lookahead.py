@@ -87,6 +87,7 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         self._states_at_window: list[Any] = []
         self._failure: Exception | None = None
         self._stand_in: Any = None
+        self._stateful_loaders: list[Any] = []
         self._exhausted, self._starts_exhausted = False, ended
         self._served = self._own = 0
         self._window = AgreedWindow(0, True, None)
@@ -98,6 +99,8 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
 
     def reset(self) -> None:
         super().reset()
+        # once per epoch: to look whether a loader has a state takes longer than to count a batch
+        self._stateful_loaders = _compat.stateful_loaders(self)
         self._ahead.clear()
         self._failure = None
         self._exhausted, self._starts_exhausted = self._starts_exhausted, False
@@ -135,7 +138,7 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
             return self._states_at_window
         if self._ahead:
             return self._ahead[0].states
-        return [] if self.done or self.ended else _compat.loader_states(self)
+        return [] if self.done or self.ended else self._loader_states()
 
     @property
     def ended(self) -> bool:
@@ -155,7 +158,7 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         failure = self._failure if len(counts) < size else None
         more = len(self._ahead) > size or (self._failure is not None and failure is None)
         batch = next((read.item[0] for read in self._ahead if read.item[0] is not None), None)
-        self._states_at_window = self._ahead[0].states if self._ahead else _compat.loader_states(self)
+        self._states_at_window = self._ahead[0].states if self._ahead else self._loader_states()
         self._served, self._own = 0, len(counts)
         # no window while the ranks agree, lest one that they refuse looks like one in hand
         self._window = AgreedWindow(0, True, None)
@@ -170,13 +173,16 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
             elif self._stand_in is None:
                 self._stand_in = self._window.lent_batch
 
+    def _loader_states(self) -> list[Any]:
+        return [loader.state_dict() for loader in self._stateful_loaders]
+
     def _read_ahead(self, depth: int) -> None:
         if self.length is not None:
             depth = min(depth, self.length - self.fetched)
         while len(self._ahead) < depth and not self._exhausted and self._failure is None:
             try:
                 # before the read: a stateful loader's state has to lead back to this very batch
-                states = _compat.loader_states(self)
+                states = self._loader_states()
                 item = _compat.profiled_read(self)
             except StopIteration:
                 self._exhausted = True
