@@ -86,3 +86,21 @@ def take_position(checkpoint: dict[str, Any], rank: int, world_size: int) -> boo
             f" with {len(positions)} ranks, or from a checkpoint at the end of an epoch."
         )
     return False
+
+
+def refuse_torn_window(begun: int, accumulate: int) -> None:
+    """Refuse to start inside a window, from a checkpoint that was not written here.
+
+    Args:
+        begun: Micro-batches of the window that are done.
+        accumulate: ``K``.
+
+    Raises:
+        TokenNormError: There are some. All ranks read the same file, so all raise.
+    """
+    if begun:
+        raise TokenNormError(
+            f"The checkpoint was written inside an accumulation window, by another strategy: the gradients of its first"
+            f" {begun} micro-batches are lost with `accumulate_grad_batches={accumulate}`. Resume with a value that"
+            " divides the number of batches done, or from a checkpoint after an update."
+        )

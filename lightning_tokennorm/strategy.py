@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -21,13 +21,19 @@ from typing_extensions import override
 
 from lightning_tokennorm import _compat, resume
 from lightning_tokennorm.accounting import WindowAccounting
-from lightning_tokennorm.comm_hooks import HookReduces, group_of, is_torch_hook, what_hook_leaves
+from lightning_tokennorm.comm_hooks import HookReduces, what_hook_leaves
 from lightning_tokennorm.counting import Count, SupervisedTokens, TokenCounter, check_count
 from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.exchange import WindowExchange, is_of_a_collective
 from lightning_tokennorm.grad_scaler import ConstantScale, unscaled_before_step
 from lightning_tokennorm.gradients import zero_gradients
 from lightning_tokennorm.lookahead import AgreedWindow, ComingWindow, LookaheadFetcher
+from lightning_tokennorm.refusals import (
+    refuse_changed_ddp,
+    refuse_hook_over_another_group,
+    refuse_module,
+    refuse_output_without_gradient,
+)
 from lightning_tokennorm.window import LossReduction, UpdateRecord
 
 
@@ -174,11 +180,7 @@ class TokenNormDDP(DDPStrategy):
         # N and W have to come from the group that DDP averages over.
         assert isinstance(self.model, DistributedDataParallel)
         group = self.model.process_group
-        if is_torch_hook(self._comm_hook) and group_of(self._comm_state) is not group:
-            raise MisconfigurationException(
-                "`ddp_comm_hook` reduces over another process group than DDP (`ddp_comm_state` names it, or means the"
-                " whole world when it is None). Give the state the group that you give as `process_group`."
-            )
+        refuse_hook_over_another_group(self._comm_hook, self._comm_state, group)
         _compat.register_comm_hook(self)
         self._windows = self._new_windows(WindowExchange.spanning(group, _compat.process_group_timeout(self)))
         self._undo_at_teardown.append(_compat.replace_fetcher(trainer, self._new_fetcher, self._agree_on_length))
@@ -188,21 +190,8 @@ class TokenNormDDP(DDPStrategy):
         self._ran_backward = self._got_sigterm = False
 
     def _refuse_impossible_setup(self) -> None:
-        module = self.lightning_module
-        assert module is not None
-        if not module.automatic_optimization:
-            raise MisconfigurationException(
-                f"`TokenNormDDP` rescales the loss that Lightning backpropagates, but"
-                f" `{type(module).__name__}.automatic_optimization` is False: manual optimization runs the backward"
-                " itself, so the tokens would not weigh the same. Use automatic optimization, or `DDPStrategy` and"
-                " your own scaling."
-            )
-        if _compat.takes_dataloader_iter(module):
-            raise MisconfigurationException(
-                f"`TokenNormDDP` counts the tokens of a window before its first micro-batch, but"
-                f" `{type(module).__name__}.training_step(dataloader_iter)` fetches its batches itself. Take"
-                " `training_step(self, batch, batch_idx)`."
-            )
+        assert self.lightning_module is not None
+        refuse_module(self.lightning_module)
         if self.handles_gradient_accumulation:
             raise MisconfigurationException(
                 f"`{type(self).__name__}.handles_gradient_accumulation` is True, so losses would be divided by"
@@ -222,7 +211,9 @@ class TokenNormDDP(DDPStrategy):
         def start_window(coming: ComingWindow[Count | Tensor]) -> AgreedWindow:
             assert self.lightning_module is not None
             _compat.align_logged_step(self.lightning_module.trainer)
-            self._refuse_torn_window(fetcher.fetched % self._accumulate)
+            if self._starts_anywhere:
+                resume.refuse_torn_window(fetcher.fetched % self._accumulate, self._accumulate)
+                self._starts_anywhere = False
             plan = self._windows.start_window(
                 coming.counts,
                 coming.more,
@@ -255,16 +246,7 @@ class TokenNormDDP(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        if self._comm_hook is None and getattr(self.model, "_comm_hooks", None):
-            raise MisconfigurationException(
-                "A communication hook was registered on the DDP module itself, and what it does to the scale is not"
-                " known. Pass it as `TokenNormDDP(ddp_comm_hook=..., ddp_hook_reduces='mean' or 'sum')`."
-            )
-        if getattr(getattr(self.model, "_join_config", None), "enable", False):
-            raise MisconfigurationException(
-                "Training runs inside `DistributedDataParallel.join()`, which lets ranks go on alone and does not work"
-                " with the `no_sync` of gradient accumulation. Leave it out: ranks of unequal length are padded here."
-            )
+        refuse_changed_ddp(self.model, self._comm_hook)
         if self.agree_on_sigterm:
             assert self.lightning_module is not None
             self._undo_at_teardown.append(_compat.defer_sigterm(self.lightning_module.trainer, self._note_sigterm))
@@ -354,15 +336,6 @@ class TokenNormDDP(DDPStrategy):
             self._starts_anywhere = not resume.is_marked(checkpoint)
         return checkpoint
 
-    def _refuse_torn_window(self, begun: int) -> None:
-        if self._starts_anywhere and begun:
-            raise TokenNormError(
-                f"The checkpoint was written inside an accumulation window, by another strategy: the gradients of its"
-                f" first {begun} micro-batches are lost with `accumulate_grad_batches={self._accumulate}`. Resume with"
-                " a value that divides the number of batches done, or from a checkpoint after an update."
-            )
-        self._starts_anywhere = False
-
     # ---- the window: agree, scale, step, record
 
     @property
@@ -384,22 +357,11 @@ class TokenNormDDP(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self._failed_rank_named():
             output = super().training_step(*args, **kwargs)
-        self._refuse_without_gradient(output)
+        refuse_output_without_gradient(output, rank=self._windows.exchange.rank, batch_idx=self._batch_idx)
         if self._audit:
             position = {"batch_idx": self._batch_idx, "accumulate": self._accumulate, "update": self._update_index}
             self._windows.audit(output, **position)
         return output
-
-    def _refuse_without_gradient(self, output: STEP_OUTPUT) -> None:
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if isinstance(loss, Tensor) and loss.requires_grad:
-            return
-        got = f"a loss without a graph ({loss!r})" if isinstance(loss, Tensor) else f"{output!r}"
-        raise TokenNormError(
-            f"`training_step` returned {got} on rank {self._windows.exchange.rank} for batch {self._batch_idx};"
-            " expected a loss to run the backward of, or a dict with the key 'loss': every rank runs one for every"
-            " micro-batch. To leave a batch out, give it no supervised token (labels of -100): it then weighs nothing."
-        )
 
     @override
     @contextmanager

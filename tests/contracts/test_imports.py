@@ -22,6 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "_compat": {"lightning", "packaging", "torchmetrics"},
     "lookahead": {"_compat"},
     "resume": {"_compat", "errors"},
+    "refusals": {"torch", "lightning", "_compat", "comm_hooks", "errors"},
     "metric": {"torch", "torchmetrics", "counting"},
     "callbacks": {"torch", "torchmetrics", "lightning", "_compat", "counting", "metric", "window", "typing_extensions"},
     "strategy": {
@@ -36,6 +37,7 @@ ALLOWED: dict[str, set[str]] = {
             "grad_scaler",
             "gradients",
             "lookahead",
+            "refusals",
             "resume",
             "window",
         ),
