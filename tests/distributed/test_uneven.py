@@ -36,7 +36,8 @@ class Counts(ScalarModule):
             self.padded += 1
         else:
             self.trained.append(batch["values"][0, 0].item())
-        return super().training_step(batch, batch_idx)
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": loss, "num_tokens": (batch["labels"][:, 1:] != -100).sum()}
 
     def on_validation_epoch_end(self) -> None:
         dist.barrier()  # meets the other ranks only where they validate at the same time

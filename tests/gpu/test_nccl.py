@@ -61,3 +61,43 @@ def test_window_over_gpus(tmp_path: Path) -> None:
         gradients, logged = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert gradients == pytest.approx([1.75], abs=1e-12)
         assert logged == pytest.approx(1.75, abs=1e-12)
+
+
+UNREAD = """
+import sys
+import torch
+from lightning_tokennorm import TokenMeanMetric, TokenNormDDP
+from tests.helpers.scalar_rig import R2, ScalarModule, deal, make_loader, make_trainer
+
+
+class Unread(ScalarModule):
+    def on_train_batch_start(self, batch, batch_idx):
+        torch.cuda.set_sync_debug_mode("error")  # until the callbacks and the optimizer are through, too
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def on_before_optimizer_step(self, optimizer):
+        pass
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        torch.cuda.set_sync_debug_mode("default")
+
+
+if __name__ == "__main__":
+    world_size = int(sys.argv[1])
+    table = deal(R2, world_size)
+    trainer = make_trainer(
+        world_size,
+        accelerator="gpu",
+        strategy=TokenNormDDP(),
+        accumulate_grad_batches=3,
+        log_every_n_steps=1000,
+        callbacks=[TokenMeanMetric()],
+    )
+    trainer.fit(Unread(), make_loader(table[trainer.global_rank]))
+"""
+
+
+def test_no_micro_batch_waits_for_the_device(tmp_path: Path) -> None:
+    run_script(tmp_path, UNREAD, str(min(2, torch.cuda.device_count())), timeout_s=170)
