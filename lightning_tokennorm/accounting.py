@@ -54,7 +54,7 @@ class WindowAccounting:
         """Padded micro-batches of all windows so far, over all ranks."""
         self.asked_to_end = False
         """Whether some rank got a SIGTERM, as of the latest exchange."""
-        self._loss_sums: dict[int, Tensor] = {}
+        self._losses: dict[int, Tensor] = {}
         self._mismatches: list[str] = []
         self.lent_batch: Any = None
         """A batch of another rank for the window in hand, where a rank has none."""
@@ -120,7 +120,7 @@ class WindowAccounting:
                 f' of {plan.world_size} ranks. Look at the labels, or use `on_empty="skip"`.'
             )
         self._plan = plan
-        self._loss_sums = {}
+        self._losses = {}
         self._mismatches = []
         self.padded_micro_batches += plan.padded_micro_batches
         self.lent_batch = self._lend(reports, batch, update)
@@ -182,8 +182,8 @@ class WindowAccounting:
         plan = self.window_in_hand("`backward`", accumulate)
         factor = plan.factor(self.micro_batch, self._loss_reduction)
         if factor:
-            # kept per micro-batch: an optimizer may run its closure more than once
-            self._loss_sums[self.micro_batch] = plan.loss_sum(self.micro_batch, loss.detach(), self._loss_reduction)
+            # by micro-batch, since an optimizer may run its closure more than once; added up once per window
+            self._losses[self.micro_batch] = loss.detach()
         return factor
 
     def finished_window(self, accumulate: int) -> WindowPlan:
@@ -205,6 +205,7 @@ class WindowAccounting:
         self, plan: WindowPlan, *, index: int, skipped_because: str | None, device: torch.device
     ) -> UpdateRecord:
         """What went into the update of the window in hand."""
+        loss_sums = [plan.loss_sum(index, loss, self._loss_reduction) for index, loss in self._losses.items()]
         return UpdateRecord(
             index=index,
             num_tokens=plan.num_tokens,
@@ -212,7 +213,7 @@ class WindowAccounting:
             world_size=plan.world_size,
             tokens_min=plan.tokens_min,
             tokens_max=plan.tokens_max,
-            loss_sum=sum(self._loss_sums.values(), start=torch.zeros((), dtype=torch.float64, device=device)),
+            loss_sum=sum(loss_sums, start=torch.zeros((), dtype=torch.float64, device=device)),
             applied=skipped_because is None,
             skipped_because=skipped_because,
             padded_micro_batches=plan.padded_micro_batches,

@@ -103,7 +103,7 @@ class SupervisedTokens:
             )
         if self.shift:
             labels = labels[..., self.shift :]
-        num_tokens = (labels != self.ignore_index).sum()
+        num_tokens = torch.count_nonzero(labels != self.ignore_index)
         return int(num_tokens) if num_tokens.device.type == "cpu" else num_tokens
 
     def find_labels(self, batch: Any) -> Any:

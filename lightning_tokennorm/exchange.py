@@ -52,10 +52,11 @@ class WindowExchange:
         """An exchange over the ranks of `process_group`, which every one of them has to call.
 
         Args:
-            process_group: The group that DDP averages over, of any backend; ``None`` for a single process.
+            process_group: The group that DDP averages over, of any backend; ``None`` without one. Nothing is sent in
+                a group of one.
             timeout: How long a rank waits for the others before it raises; torch's default for ``None``.
         """
-        if process_group is None:
+        if process_group is None or dist.get_world_size(process_group) == 1:
             return cls()
         # Threads of gloo that are still there when the interpreter goes can abort the process. Lightning does the same
         # for NCCL.

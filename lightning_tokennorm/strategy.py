@@ -364,16 +364,13 @@ class TokenNormDDP(DDPStrategy):
         return output
 
     @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> Any:  # a context manager
         # DDP learns a static graph in its very first backward, which therefore must not run under `no_sync`: torch
         # fails an assertion of its own there. Reducing that micro-batch at once is exact: the window's last backward
         # averages it again, and the average of what all ranks share is what they share.
         if getattr(self.model, "static_graph", False) and not self._ran_backward:
-            yield
-        else:
-            with super().block_backward_sync():
-                yield
+            return nullcontext()
+        return super().block_backward_sync()
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

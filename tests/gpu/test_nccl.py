@@ -23,7 +23,8 @@ from tests.helpers.scalar_rig import R1, ScalarModule, deal, make_loader, make_t
 class Checked(ScalarModule):
     def on_train_start(self):
         assert dist.get_backend() == "nccl"
-        assert dist.get_backend(self.trainer.strategy._windows.exchange.group) == "gloo"
+        if dist.get_world_size() > 1:
+            assert dist.get_backend(self.trainer.strategy._windows.exchange.group) == "gloo"
 
     def training_step(self, batch, batch_idx):
         assert batch["labels"].device.type == "cuda"
