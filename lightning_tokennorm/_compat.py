@@ -5,8 +5,7 @@ A name that moved raises an error that says which one, so that a new Lightning r
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -113,8 +112,7 @@ def defer_sigterm(trainer: pl.Trainer, note: Callable[[], None]) -> Callable[[],
         A function that takes the change back.
     """
     connector, epoch_loop = _private(trainer, "_signal_connector"), trainer.fit_loop.epoch_loop
-    theirs = _private(connector, "_sigterm_notifier_fn")
-    handlers: list[Any] = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
+    _private(connector, "_sigterm_notifier_fn")
     noted = False
 
     def ours(signum: int, frame: Any) -> None:
@@ -125,12 +123,12 @@ def defer_sigterm(trainer: pl.Trainer, note: Callable[[], None]) -> Callable[[],
         noted = True
         note()
 
-    handlers[:] = [ours if handler == theirs else handler for handler in handlers]
+    connector._sigterm_notifier_fn = ours  # which Lightning registers
     if hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
         epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
     def restore() -> None:
-        handlers[:] = [theirs if handler is ours else handler for handler in handlers]
+        connector.__dict__.pop("_sigterm_notifier_fn", None)
         epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
         connector.received_sigterm |= noted
 
@@ -164,12 +162,15 @@ def rewind_checkpoint(
     loops = checkpoint["loops"]["fit_loop"]
     set_loader_states(checkpoint, states)
     progress = loops["epoch_loop.batch_progress"]
+    torn = progress["current"]["processed"] < progress["current"]["ready"]
     for counts, behind in (
         (progress["current"], progress["current"]["ready"] if stream_has_ended else micro_batches),
         (progress["total"], micro_batches),
     ):
+        ready = counts["ready"]
         for name in counts:
-            counts[name] -= behind
+            # a batch that has failed half-way is not one that is complete but for its last hooks
+            counts[name] = (ready if torn else counts[name]) - behind
     if not progress["is_last_batch"]:
         # A fit that stops inside an epoch (`max_steps`, `should_stop`) counts it as over; here it goes on.
         for counts in (loops["epoch_progress"]["current"], loops["epoch_progress"]["total"]):
@@ -183,6 +184,11 @@ def set_loader_states(checkpoint: dict[str, Any], states: list[Any]) -> None:
     loop_state.pop("combined_loader", None)
     if states:
         loop_state["combined_loader"] = states
+
+
+def has_loader_states(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint holds states for loaders."""
+    return bool(checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader"))
 
 
 def has_progress(checkpoint: dict[str, Any]) -> bool:

@@ -11,6 +11,7 @@ import atexit
 import itertools
 import pickle
 import struct
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -25,6 +26,7 @@ from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.window import RankReport
 
 _WORDS = 8
+_STORE_ANSWERS_WITHIN_S = 5
 _EXCHANGES = itertools.count()
 """Numbers the exchanges of a process, so that no word is left from an earlier one: all ranks make them in step."""
 
@@ -158,6 +160,21 @@ class WindowExchange:
         """What a rank that failed alone has left word of; ``None`` where none has."""
         if self.group is None:
             return None
+        said: list[str | None] = []
+        # A store whose process stands still never answers, whatever its timeout: wait for it aside, and not for long.
+        asks = threading.Thread(target=lambda: said.append(self._ask_store()), daemon=True)
+        asks.start()
+        asks.join(_STORE_ANSWERS_WITHIN_S)
+        return (
+            said[0]
+            if said
+            else (
+                "The store of the process group does not answer. Rank 0 keeps it unless a launcher does: look at what"
+                " that process does."
+            )
+        )
+
+    def _ask_store(self) -> str | None:
         try:
             return _store().get(self._word).decode() if _store().check([self._word]) else None
         except RuntimeError:

@@ -90,6 +90,7 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         self._stateful_loaders: list[Any] = []
         self._exhausted, self._starts_exhausted = False, ended
         self._served = self._own = 0
+        self.stepped = False
         self._window = AgreedWindow(0, True, None)
         super().__init__()
         self._count = count
@@ -105,6 +106,7 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         self._failure = None
         self._exhausted, self._starts_exhausted = self._starts_exhausted, False
         self._served = self._own = 0
+        self.stepped = False
         self._window = AgreedWindow(0, True, None)
 
     def __next__(self) -> Any:
@@ -127,7 +129,7 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
     @property
     def unfinished(self) -> int:
         """How many micro-batches of a window that is not complete have been served."""
-        return self._served if self._served < self._window.micro_batches else 0
+        return 0 if self.stepped else self._served
 
     def resume_states(self) -> list[Any]:
         """The loaders' states to go on from: what was read ahead, or belongs to an unfinished window, comes again.
@@ -160,6 +162,7 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         batch = next((read.item[0] for read in self._ahead if read.item[0] is not None), None)
         self._states_at_window = self._ahead[0].states if self._ahead else self._loader_states()
         self._served, self._own = 0, len(counts)
+        self.stepped = False
         # no window while the ranks agree, lest one that they refuse looks like one in hand
         self._window = AgreedWindow(0, True, None)
         self._window = self._start_window(

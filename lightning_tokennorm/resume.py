@@ -58,6 +58,11 @@ def is_marked(checkpoint: Mapping[str, Any]) -> bool:
     return KEY in checkpoint
 
 
+def lacks_positions(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether it holds states of loaders, but not those of all ranks."""
+    return is_marked(checkpoint) and checkpoint[KEY]["positions"] is None and _compat.has_loader_states(checkpoint)
+
+
 def take_position(checkpoint: dict[str, Any], rank: int, world_size: int) -> bool:
     """Put a rank's own loader states where Lightning looks for them.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,7 +12,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.nn import Module
@@ -135,6 +136,7 @@ class TokenNormDDP(DDPStrategy):
         self._scale = ConstantScale()
         # What exists only while fitting.
         self._windows = self._new_windows(WindowExchange())
+        self._trainer: pl.Trainer | None = None
         self._fetcher: LookaheadFetcher | None = None
         self._got_sigterm = False
         self._starts_ended = self._starts_anywhere = False  # what a checkpoint says of the first window
@@ -170,6 +172,16 @@ class TokenNormDDP(DDPStrategy):
     # ---- set-up and teardown
 
     @override
+    def setup_environment(self) -> None:
+        try:
+            super().setup_environment()
+        except BaseException:
+            # Those that this process has launched would wait for it at the rendezvous, in vain.
+            if self.launcher is not None:
+                self.launcher.kill(signal.SIGKILL)
+            raise
+
+    @override
     def setup(self, trainer: pl.Trainer) -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
@@ -186,8 +198,11 @@ class TokenNormDDP(DDPStrategy):
         self._undo_at_teardown.append(_compat.replace_fetcher(trainer, self._new_fetcher, self._agree_on_length))
         if self.optimizers:
             self._undo_at_teardown.append(self.optimizers[0].register_step_post_hook(self._note_step).remove)
+        self._trainer = trainer
         self._last_update = self._left_off_at = None
         self._ran_backward = self._got_sigterm = False
+        if self.agree_on_sigterm:
+            self._undo_at_teardown.append(_compat.defer_sigterm(trainer, self._note_sigterm))
 
     def _refuse_impossible_setup(self) -> None:
         assert self.lightning_module is not None
@@ -247,9 +262,6 @@ class TokenNormDDP(DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         refuse_changed_ddp(self.model, self._comm_hook)
-        if self.agree_on_sigterm:
-            assert self.lightning_module is not None
-            self._undo_at_teardown.append(_compat.defer_sigterm(self.lightning_module.trainer, self._note_sigterm))
         rank_zero_info(
             f"TokenNormDDP: every supervised token weighs the same over W={self._windows.exchange.world_size} ranks and"
             f" K={self._accumulate} micro-batches per update (counting={self._counting!r},"
@@ -272,7 +284,11 @@ class TokenNormDDP(DDPStrategy):
         if self._windows.exchange.world_size == 1 or self._fetcher is None:
             return
         if is_of_a_collective(exception) or is_of_a_collective(exception.__cause__):
-            return  # another rank's end, of which that one has left word if it could
+            # which stands in the error already where this package was waiting
+            said = None if isinstance(exception, TokenNormError) else self._windows.exchange.announced()
+            if sys.version_info >= (3, 11) and said is not None:
+                exception.add_note(f"Another rank has ended. {said}")
+            return
         where = f"rank {self._windows.exchange.rank}, batch {self._batch_idx}, update {self._update_index}"
         self._windows.exchange.announce(
             f"The first to fail was {where}: {type(exception).__name__}: {exception}. Mend what its own traceback"
@@ -280,6 +296,17 @@ class TokenNormDDP(DDPStrategy):
         )
         if sys.version_info >= (3, 11):
             exception.add_note(f"This was {where}.")
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        # `OnExceptionCheckpoint` saves, and Lightning waits for all ranks then.
+        if not self._ends_alone:
+            super().barrier(*args, **kwargs)
+
+    @property
+    def _ends_alone(self) -> bool:
+        # After an error, of this rank or of another one: nobody must wait, the others may be in another collective.
+        return self._trainer is not None and self._trainer.interrupted and not self._windows.asked_to_end
 
     @contextmanager
     def _failed_rank_named(self) -> Iterator[None]:
@@ -298,7 +325,7 @@ class TokenNormDDP(DDPStrategy):
             self._left_off_at = self._progress(together=False)
         while self._undo_at_teardown:
             self._undo_at_teardown.pop()()
-        self._fetcher = None
+        self._trainer = self._fetcher = None
         self._windows = self._new_windows(WindowExchange())
         self._starts_ended = self._starts_anywhere = False
         super().teardown()
@@ -306,9 +333,7 @@ class TokenNormDDP(DDPStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         # Batches that wait here are still to come, and a window that is not complete is done again whole.
-        # Lightning has all ranks save together. Not so after an error of one rank alone: nobody must wait then.
-        together = sys.exc_info()[1] is None or self._windows.asked_to_end
-        progress = self._progress(together) if self._fetcher is not None else self._left_off_at
+        progress = self._progress(not self._ends_alone) if self._fetcher is not None else self._left_off_at
         if progress is not None and _compat.has_progress(checkpoint):
             resume.write(checkpoint, progress)
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -334,6 +359,12 @@ class TokenNormDDP(DDPStrategy):
         if fitting and _compat.has_progress(checkpoint):
             self._starts_ended = resume.take_position(checkpoint, self.global_rank, self.world_size)
             self._starts_anywhere = not resume.is_marked(checkpoint)
+            if resume.lacks_positions(checkpoint) and self.world_size > 1:
+                rank_zero_warn(
+                    "The checkpoint holds rank 0's loader states only, and all ranks go on from those: it was written"
+                    " after an error, when ranks could not wait for each other, or DDP's group is a part of the world."
+                    " Where ranks have states of their own, resume from a checkpoint of a regular update."
+                )
         return checkpoint
 
     # ---- the window: agree, scale, step, record
@@ -423,6 +454,8 @@ class TokenNormDDP(DDPStrategy):
                 result = super().optimizer_step(optimizer, closure, model, **kwargs)
             if not self._optimizer_stepped:
                 skipped_because = "the gradients are not finite: the scaler skipped it"
+        if self._fetcher is not None:
+            self._fetcher.stepped = True
         self._last_update = self._windows.record(
             plan, index=self._update_index, skipped_because=skipped_because, device=self.root_device
         )

@@ -1,0 +1,264 @@
+"""A small training run on two ranks in which faults happen where a test says so.
+
+A rank is a process of its own: started by a test, or by Lightning's launcher from
+``python -m tests.faults.scenario '{"folder": "/tmp/run"}'``. It writes down what it does as it does it, so that one
+that is killed leaves its record, too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fsspec.implementations.local import LocalFileOpener
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from torch import Tensor
+
+from lightning_tokennorm import TokenNormDDP
+from lightning_tokennorm.exchange import WindowExchange
+from tests.helpers.scalar_rig import ScalarModule, make_batch, make_trainer
+
+LENGTH, ACCUMULATE = 11, 3  # windows of 3, 3, 3 and 2
+STALL_S = 14
+QUOTA = 32 * 1024
+"""Bytes: fewer than a checkpoint has, more than any other file of a run."""
+
+IN_THIRD_WINDOW = {
+    "setup": 1,  # before the first window, in the module's `on_train_start`
+    "exchange": 3,
+    "forward": 8,  # of 7, 8 and 9: the other rank goes on alone until the backward of 9
+    "backward": 9,  # in which the ranks' gradients are reduced
+    "step": 3,  # the parameters have just changed, no checkpoint has them
+    "save": 5,  # Lightning saves twice after each update: step=3.ckpt, ...
+    "write": 6,  # ... then last.ckpt
+    "move": 6,
+}
+"""The points of a run, and the how many-eth time one is reached in the third window or right after its update."""
+
+
+def _passing(act: Callable[[], Any]) -> Callable[[Any], Any]:
+    def act_and_pass(value: Any) -> Any:
+        act()
+        return value
+
+    return act_and_pass
+
+
+def _signal(signum: signal.Signals) -> Callable[[Any], Any]:
+    return _passing(lambda: os.kill(os.getpid(), signum))
+
+
+def _raise(value: Any) -> Any:
+    raise ValueError("this sample cannot be used")
+
+
+ACTS: dict[str, Callable[[Any], Any]] = {
+    "kill": _signal(signal.SIGKILL),
+    "freeze": _signal(signal.SIGSTOP),
+    "sigterm": _signal(signal.SIGTERM),
+    "sigterm in 1 s": _passing(lambda: threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()),
+    "lag": _passing(lambda: time.sleep(2)),
+    "stall": _passing(lambda: time.sleep(STALL_S)),
+    "quota": _passing(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (QUOTA, resource.RLIM_INFINITY))),
+    "raise": _raise,
+    "None": lambda loss: None,
+    "no graph": lambda loss: torch.ones(()),
+}
+"""What can happen at a point: takes the value that passes there, returns the one that goes on."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What all ranks are told."""
+
+    folder: str
+    """Where records and checkpoints go."""
+    faults: tuple[tuple[int, str, str], ...] = ()
+    """Rank, act and point of each; one for a point."""
+    ckpt_path: str | None = None
+    timeout_s: float = 60
+    """How long ranks wait for each other."""
+    saves_on_exception: bool = False
+
+
+class Record:
+    """The record of one rank: an event a line, on the disk at once."""
+
+    def __init__(self, run: Run, rank: int) -> None:
+        self.path = Path(run.folder) / f"rank{rank}.jsonl"
+
+    def add(self, kind: str, value: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps([kind, value]) + "\n")
+
+    def all(self, kind: str) -> list[Any]:
+        events = [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+        return [value for name, value in events if name == kind]
+
+
+class Faults:
+    """Makes a rank's faults happen when it reaches their points in the third window."""
+
+    def __init__(self, run: Run, rank: int) -> None:
+        self.acts = {point: ACTS[act] for at, act, point in run.faults if at == rank}
+        self.reached: Counter[str] = Counter()
+        self.record = Record(run, rank)
+
+    def reach(self, point: str, value: Any = None) -> Any:
+        self.reached[point] += 1
+        if point in self.acts and self.reached[point] == IN_THIRD_WINDOW[point]:
+            self.record.add("fault", time.monotonic())  # one clock for all processes of a machine
+            return self.acts[point](value)
+        return value
+
+    def install(self) -> None:
+        """Put the points that no hook leads to into the functions themselves."""
+        gather, write = WindowExchange.gather, LocalFileOpener.write
+
+        def write_in_halves(file: LocalFileOpener, data: bytes) -> Any:
+            half = len(data) // 2
+            write(file, data[:half])
+            file.flush()
+            self.reach("write")
+            return half + write(file, data[half:])
+
+        WindowExchange.gather = lambda exchange, report: gather(exchange, self.reach("exchange", report))
+        LocalFileOpener.write = write_in_halves
+        if "move" in self.acts:
+            shutil.move = self._copy_in_halves
+
+    def _copy_in_halves(self, source: str, target: str) -> None:
+        # what `shutil.move` does from one file system to another, where nothing can be renamed
+        data = Path(source).read_bytes()
+        with open(target, "wb") as file:
+            file.write(data[: len(data) // 2])
+            file.flush()
+            self.reach("move")
+            file.write(data[len(data) // 2 :])
+        os.remove(source)
+
+
+class Stream:
+    """A stateful loader of unknown length; each rank has samples of its own."""
+
+    position = 0
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while self.position < LENGTH:
+            self.position += 1
+            yield make_batch(1 + self.position % 4, float(self.position + 20 * dist.get_rank()))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class Module(ScalarModule):
+    """Its loss is quadratic, so that every update depends on those before it."""
+
+    def __init__(self, faults: Faults) -> None:
+        super().__init__(lr=0.01)
+        self.faults = faults
+        self.register_buffer("ballast", torch.zeros(2 * QUOTA, dtype=torch.uint8))
+        self.t.register_hook(lambda gradient: faults.reach("backward", gradient))
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().loss(batch) * self.t
+
+    def on_train_start(self) -> None:
+        self.faults.reach("setup")
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return self.faults.reach("forward", super().training_step(batch, batch_idx))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.faults.reach("save")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(lambda *_: self.faults.reach("step"))
+        return optimizer
+
+
+class Writes(Callback):
+    """Writes down each sample that is trained on and the parameter after each update, to the last bit."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.updates = 0
+
+    def on_train_start(self, trainer: Any, *args: Any) -> None:
+        self.updates = trainer.global_step
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: dict[str, Tensor], *args: Any) -> None:
+        self.record.add("sample", batch["values"][0, 1].item())
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        if trainer.global_step > self.updates:
+            self.updates = trainer.global_step
+            self.record.add("parameter", module.t.item().hex())
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        self.record.add("exception", type(exception).__name__)
+
+
+def train(run: Run, rank: int) -> None:
+    torch.set_num_threads(1)
+    tempfile.tempdir = run.folder  # a checkpoint is written there and then renamed, on one file system
+    faults = Faults(run, rank)
+    faults.install()
+    saves = ModelCheckpoint(
+        run.folder, "{step}", every_n_train_steps=1, save_top_k=-1, save_last=True, enable_version_counter=False
+    )
+    trainer = make_trainer(
+        2,
+        strategy=TokenNormDDP(timeout=timedelta(seconds=run.timeout_s)),
+        accumulate_grad_batches=ACCUMULATE,
+        enable_checkpointing=True,
+        callbacks=[Writes(Record(run, rank)), saves]
+        + ([OnExceptionCheckpoint(run.folder)] if run.saves_on_exception else []),
+    )
+    trainer.fit(Module(faults), Stream(), ckpt_path=run.ckpt_path)
+    Record(run, rank).add("end", trainer.global_step)
+
+
+def run_rank(rank: int, port: int, run: Run) -> None:
+    """The main function of a rank that a test starts."""
+    os.environ |= {
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo" if os.path.exists("/sys/class/net/lo") else "lo0",
+    }
+    log = os.open(f"{run.folder}/rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.dump_traceback_later(45)  # where it hangs, if it does
+    try:
+        train(run, rank)
+    finally:
+        atexit._run_exitfuncs()  # as at the end of a program
+
+
+if __name__ == "__main__":
+    train(Run(**json.loads(sys.argv[1])), int(os.environ.get("LOCAL_RANK", "0")))
