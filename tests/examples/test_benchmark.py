@@ -1,0 +1,161 @@
+"""The benchmark: its quick mode runs, and what it counts is what the package promises. No time is ever asserted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarking.contestants import BY_HAND, PLAIN, SIGTERM_KEPT, TOKENNORM, contestants
+from benchmarking.presets import MODES, QUICK
+
+from .conftest import EXAMPLES, REPOSITORY
+
+MAX_BYTES = 128
+"""What an exchange may send per rank."""
+
+
+def run_benchmark(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run it as a user does; on a timeout its processes end with it."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, str(EXAMPLES / "benchmark.py"), *arguments]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a quick run of all modes leaves."""
+    folder = tmp_path_factory.mktemp("benchmark") / "quick"
+    done = run_benchmark("--quick", "--out", str(folder), timeout_s=170)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[overhead]" in done.stdout
+    assert f"Written to {folder}" in done.stdout
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    return loaded
+
+
+def rows(results: dict[str, Any], mode: str, **wanted: Any) -> list[dict[str, Any]]:
+    """The rows of a mode with these values; there has to be one."""
+    found = [row for row in results["modes"][mode]["rows"] if all(row[key] == wanted[key] for key in wanted)]
+    assert found, f"no row of {mode} has {wanted}"
+    return found
+
+
+def collectives(row: dict[str, Any], where: str) -> Counter[tuple[str, int]]:
+    """How often each kind and size occurs in a window."""
+    return Counter(
+        {(entry["op"], entry["bytes"]): entry["count"] for entry in row["collectives"] if entry["where"] == where}
+    )
+
+
+def test_what_a_run_leaves(folder: Path, results: dict[str, Any]) -> None:
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        ["results.json", "tables.md", *(f"{mode}.png" for mode in MODES)]
+    )
+    assert all((folder / f"{mode}.png").read_bytes().startswith(b"\x89PNG") for mode in MODES)
+    assert results["command"].startswith("examples/benchmark.py --quick")
+    assert results["preset"] == "quick"
+    assert {"date", "machine"} <= results.keys()
+    assert {"cpu", "cores", "torch", "lightning"} <= results["machine"].keys()
+    assert list(results["modes"]) == list(MODES)
+
+
+def test_every_contestant_is_in_every_comparison(results: dict[str, Any]) -> None:
+    everybody = [contestant.name for contestant in contestants()]
+    for mode, names in (("overhead", everybody), ("loader", everybody), ("accumulation", [PLAIN, TOKENNORM])):
+        found = rows(results, mode)
+        assert len(found) > 0
+        assert [row["contestant"] for row in found] == names * (len(found) // len(names))
+        for row in found:
+            for spread in (row["update_ms"], row["ratio_to_plain"], row["peak_memory_mb"]):
+                assert spread["q1"] <= spread["median"] <= spread["q3"]
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("32-true", 2e-6), ("bf16-mixed", 2e-2)])
+def test_a_window_has_the_gradient_of_the_whole_batch(results: dict[str, Any], precision: str, bound: float) -> None:
+    for row in rows(results, "correctness", precision=precision, contestant=TOKENNORM):
+        assert row["relative_l2"] < bound
+    for row in rows(results, "correctness", precision=precision, contestant=PLAIN):
+        assert row["relative_l2"] > 0.05, "the negative control"
+
+
+@pytest.mark.parametrize("accumulate", QUICK.accumulates)
+def test_one_small_collective_per_window(results: dict[str, Any], accumulate: int) -> None:
+    by_name = {row["contestant"]: row for row in rows(results, "overhead", model="transformer", accumulate=accumulate)}
+    plain, ours, by_hand = by_name[PLAIN], by_name[TOKENNORM], by_name[BY_HAND]
+
+    # gradients are reduced once per window, in the same buckets as by plain DDP
+    assert collectives(ours, "buckets") == collectives(plain, "buckets")
+    assert sum(collectives(plain, "buckets").values()) == 1
+    # outside there is one more than what plain Lightning sends, of which we may leave out but not add
+    (exchange,) = collectives(ours, "outside") - collectives(plain, "outside")
+    assert collectives(ours, "outside")[exchange] == 1
+    assert exchange[0] == "allgather"
+    assert 0 < exchange[1] <= MAX_BYTES
+    kept = collectives(by_name[SIGTERM_KEPT], "outside")
+    assert kept == collectives(plain, "outside") + Counter([exchange])
+    # the loop by hand shows that the counter sees what is there: one float32
+    assert collectives(by_hand, "outside") == {("allreduce", 4): 1}
+
+
+@pytest.mark.parametrize("accumulate", QUICK.accumulates)
+def test_gradients_against_float64(results: dict[str, Any], accumulate: int) -> None:
+    for row in rows(results, "overhead", model="transformer", accumulate=accumulate):
+        error = row["gradient_error"]["relative_l2"]
+        if row["contestant"] == PLAIN:
+            assert error > 0.01, "the negative control"
+        else:
+            assert error < 2e-6
+
+
+def test_the_exchange(results: dict[str, Any]) -> None:
+    result = results["modes"]["exchange"]
+    assert [row["world_size"] for row in result["rows"]] == list(QUICK.exchange_ranks)
+    (sent,) = result["collectives"]
+    assert (sent["op"], sent["count"]) == ("allgather", 1)
+    assert 0 < sent["bytes"] <= MAX_BYTES
+    assert list(result["model"]["predicted_us"]) == ["1000", "10000"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["latency"], "expected one of correctness, accumulation"),
+        (["--rounds", "0"], "expected a whole number of at least 1"),
+        pytest.param(
+            ["--preset", "gpu"],
+            "there is no GPU here",
+            marks=pytest.mark.skipif(torch.version.hip is not None, reason="hides CUDA's GPUs only"),
+        ),
+    ],
+)
+def test_bad_input(arguments: list[str], complaint: str) -> None:
+    done = run_benchmark(*arguments, timeout_s=60)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr
