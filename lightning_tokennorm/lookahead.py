@@ -91,6 +91,7 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         self._exhausted, self._starts_exhausted = False, ended
         self._served = self._own = 0
         self.stepped = False
+        """Whether the optimizer has stepped on the window in hand; to be set by whoever steps."""
         self._window = AgreedWindow(0, True, None)
         super().__init__()
         self._count = count
@@ -160,7 +161,7 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         failure = self._failure if len(counts) < size else None
         more = len(self._ahead) > size or (self._failure is not None and failure is None)
         batch = next((read.item[0] for read in self._ahead if read.item[0] is not None), None)
-        self._states_at_window = self._ahead[0].states if self._ahead else self._loader_states()
+        self._states_at_window = self._ahead[0].states if self._ahead else []
         self._served, self._own = 0, len(counts)
         self.stepped = False
         # no window while the ranks agree, lest one that they refuse looks like one in hand

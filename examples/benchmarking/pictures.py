@@ -43,7 +43,7 @@ def accumulation(result: dict[str, Any], path: Path) -> None:
 def overhead(result: dict[str, Any], path: Path) -> None:
     """Time against plain DDP by model, and the no-op model's time per micro-batch added to it."""
     world_sizes = list(dict.fromkeys(row["world_size"] for row in result["rows"]))
-    models = sorted({row["model"] for row in result["rows"]}, key="no-op".__eq__)  # that one last
+    models = sorted(dict.fromkeys(row["model"] for row in result["rows"]), key="no-op".__eq__)  # that one last
     figure, axes = _panels(len(models) * len(world_sizes), "time per update, in turns with plain DDP", len(models))
     panels = [(model, world_size) for model in models for world_size in world_sizes]
     for axis, panel in zip(axes, panels, strict=True):

@@ -105,7 +105,7 @@ QUICK = replace(
     CPU,
     name="quick",
     size=Size(layers=1, hidden=16, heads=2, vocabulary=32, length=32),
-    rounds=2,
+    rounds=1,
     timed_micro_batches=2,
     world_sizes=(2,),
     accumulates=(1, 3),

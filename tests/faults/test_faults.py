@@ -34,7 +34,7 @@ LAUNCH_S = 100
 """Two programs, one after the other, import all that there is."""
 SOON_S = 10
 """What an end may take that nothing has to be waited for: a second, on a machine that has other work, too."""
-TIMEOUT_S = 10
+TIMEOUT_S = 6
 
 # Each rank is a process of its own, forked from a server that has imported all.
 _CONTEXT = multiprocessing.get_context("forkserver")

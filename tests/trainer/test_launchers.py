@@ -45,9 +45,9 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     "strategy",
     [
-        "'tokennorm_ddp'",
         "'tokennorm_ddp_spawn'",
         "'tokennorm_ddp_fork'",
+        # by its name `tokennorm_ddp` it starts processes in the same way
         "TokenNormDDP(process_group_backend='gloo', find_unused_parameters=True)",
     ],
 )
