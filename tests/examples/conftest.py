@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +24,27 @@ TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }} <end> {% endfor %}"
     "{% if add_generation_prompt %}<assistant> {% endif %}"
 )
+
+
+def run_example(name: str, *arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run an example as a user does; on a timeout its processes end with it."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 @pytest.fixture(scope="session")

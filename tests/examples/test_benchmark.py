@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,30 +13,14 @@ import torch
 from benchmarking.contestants import BY_HAND, PLAIN, SIGTERM_KEPT, TOKENNORM, contestants
 from benchmarking.presets import MODES, QUICK
 
-from .conftest import EXAMPLES, REPOSITORY
+from .conftest import run_example
 
 MAX_BYTES = 128
 """What an exchange may send per rank."""
 
 
 def run_benchmark(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Run it as a user does; on a timeout its processes end with it."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
-    }
-    command = [sys.executable, str(EXAMPLES / "benchmark.py"), *arguments]
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
-        try:
-            out, err = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+    return run_example("benchmark.py", *arguments, timeout_s=timeout_s)
 
 
 @pytest.fixture(scope="module")

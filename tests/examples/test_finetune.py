@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ast
 import csv
-import os
-import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,30 +17,13 @@ import torch
 from chat_data import Conversation, encode, read_conversations
 from options import InputError, parse_options
 
-from .conftest import CONTEXT, EXAMPLES, REPOSITORY, WORDS
+from .conftest import CONTEXT, WORDS, run_example
 
 GOOD_LINE = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
 
 
 def run_script(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Run the example as a user does; on a timeout its ranks end with it."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
-    }
-    command = [sys.executable, str(EXAMPLES / "finetune_causal_lm.py"), *arguments]
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
-        try:
-            out, err = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+    return run_example("finetune_causal_lm.py", *arguments, timeout_s=timeout_s)
 
 
 # One whole run

@@ -1,7 +1,7 @@
 """A small training run on two ranks in which faults happen where a test says so.
 
 A rank is a process of its own: started by a test, or by Lightning's launcher from
-``python -m tests.faults.scenario '{"folder": "/tmp/run"}'``. It writes down what it does as it does it, so that one
+``python -m tests.faults.scenario '{"folder": "run"}'``. It writes down what it does as it does it, so that one
 that is killed leaves its record, too.
 """
 
