@@ -264,16 +264,15 @@ def fit_and_tell(rank: int, world_size: int) -> int:
 
     said = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = said.append  # type: ignore[method-assign]
     logging.getLogger("lightning.pytorch").addHandler(handler)
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
         logging.getLogger(name).addHandler(handler)
     trainer: pl.Trainer = rig.make_trainer(world_size, strategy=TokenNormDDP(), accumulate_grad_batches=3, max_epochs=2)
     trainer.fit(Counts(), rig.make_loader(FIVE_AND_SIX[rank], sized=False))
-    return len([text for text in said if "2 micro-batches without data" in text])
+    # a record comes by once for each of the loggers that it passes
+    return len({id(record) for record in said if "2 micro-batches without data" in record.getMessage()})
 
 
 def test_rank_zero_says_once_how_many_were_padded() -> None:
-    told, silent = run_ranks(fit_and_tell, 2)
-    assert told >= 1
-    assert silent == 0
+    assert run_ranks(fit_and_tell, 2) == [1, 0]
