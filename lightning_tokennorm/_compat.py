@@ -105,7 +105,7 @@ def defer_sigterm(trainer: pl.Trainer, note: Callable[[], None]) -> Callable[[],
     Here a signal is only noted, and handed on to processes that this one has started, until `end_by_sigterm`.
 
     Args:
-        trainer: The Trainer, its signal handlers registered.
+        trainer: The Trainer, before it registers its signal handlers.
         note: Called in the signal handler.
 
     Returns:

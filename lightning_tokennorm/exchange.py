@@ -28,7 +28,7 @@ from lightning_tokennorm.window import RankReport
 _WORDS = 8
 _STORE_ANSWERS_WITHIN_S = 5
 _EXCHANGES = itertools.count()
-"""Numbers the exchanges of a process, so that no word is left from an earlier one: all ranks make them in step."""
+"""Numbers the exchanges over a group, so that no word is left from an earlier one: its ranks make them in step."""
 
 _CPU_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """The gloo companion of each process group: made once, so that fits in a row share it, and gone with its group."""
@@ -43,7 +43,8 @@ class WindowExchange:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
-        self._word = f"lightning_tokennorm/{getattr(group, 'group_name', None)}/{next(_EXCHANGES)}"
+        if group is not None:
+            self._word = f"lightning_tokennorm/{group.group_name}/{next(_EXCHANGES)}"
         # Kept from window to window: a tensor that only a thread of gloo still holds is freed by that thread, which
         # aborts the process where the interpreter is on its way out.
         self._row = torch.zeros(_WORDS, dtype=torch.int64)
@@ -165,13 +166,11 @@ class WindowExchange:
         asks = threading.Thread(target=lambda: said.append(self._ask_store()), daemon=True)
         asks.start()
         asks.join(_STORE_ANSWERS_WITHIN_S)
+        if said:
+            return said[0]
         return (
-            said[0]
-            if said
-            else (
-                "The store of the process group does not answer. Rank 0 keeps it unless a launcher does: look at what"
-                " that process does."
-            )
+            "The store of the process group does not answer. Rank 0 keeps it unless a launcher does: look at what that"
+            " process does."
         )
 
     def _ask_store(self) -> str | None:
