@@ -1,7 +1,8 @@
 """Leads one rank through its accumulation windows: agree, scale, audit, record.
 
-It knows the algebra and the exchange but no Trainer, no strategy and no DDP: whoever trains calls `start_window` before
-a window's first micro-batch, `start_micro_batch` before each, `factor` before each backward and `record` at the end.
+It knows the algebra and the exchange but no Trainer, no strategy and no DDP: whoever trains calls `report_window` as
+soon as a coming window's counts are there, `start_window` before its first micro-batch, `start_micro_batch` before
+each, `factor` before each backward and `record` at the end.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ class WindowAccounting:
         self._averaged = averaged
         # The window in hand; no plan before the first one, nor where the exchange of the next one failed.
         self._plan: WindowPlan | None = None
+        # This rank's part of the window that was reported last.
+        self._reported_tokens: tuple[Count, ...] = ()
+        self._reported_failure: Exception | None = None
         self.micro_batch = -1
         """Index in its window of the micro-batch in hand."""
         self.stands_in = False
@@ -59,27 +63,42 @@ class WindowAccounting:
         self.lent_batch: Any = None
         """A batch of another rank for the window in hand, where a rank has none."""
 
-    def start_window(
+    def report_window(
         self,
         counts: Sequence[Count | Tensor],
-        more: bool,
-        failure: Exception | None,
+        failure: Exception | None = None,
         *,
         accumulate: int,
-        update: int,
-        batch: Any = None,
+        borrows: bool = False,
         sigterm: bool = False,
-    ) -> WindowPlan | None:
-        """Exchange what every rank has for the coming window and plan it. Every rank has to call this alike.
+    ) -> None:
+        """Tell the other ranks what this one has for a coming window. Waits for nobody; every rank has to call this.
 
         Args:
             counts: This rank's counts, one per micro-batch; empty at the end of its data.
-            more: Whether this rank's epoch goes on after the window.
             failure: What went wrong on this rank while reading or counting.
             accumulate: ``K``, by which each loss will be divided.
-            update: The number of the update, for error texts.
-            batch: A batch on which this rank can run a micro-batch that has no data; ``None`` where it has none.
+            borrows: Whether this rank has no batch on which it could run a micro-batch that has no data.
             sigterm: Whether this rank was asked to end.
+        """
+        tokens: tuple[Count, ...] = ()
+        try:
+            tokens = to_host(counts)
+        except ValueError as error:
+            failure = failure or error
+        self._reported_tokens, self._reported_failure = tokens, failure
+        self.exchange.send(RankReport(total(tokens), len(counts), accumulate, failure is not None, borrows, sigterm))
+
+    def goes_on(self) -> bool:
+        """Whether some rank has reported anything but the end of its data: waits for all reports."""
+        return any(report.micro_batches or report.refuses for report in self.exchange.receive())
+
+    def start_window(self, *, update: int, batch: Any = None) -> WindowPlan | None:
+        """Plan the window that all ranks have reported. Every rank has to call this alike.
+
+        Args:
+            update: The number of the update, for error texts.
+            batch: A batch that this rank can lend to one that has none.
 
         Returns:
             The plan of the window; ``None`` at the end of all ranks' data.
@@ -89,31 +108,16 @@ class WindowAccounting:
                 and that is an error.
         """
         self._plan = None
-        tokens: tuple[Count, ...] = ()
-        try:
-            tokens = to_host(counts)
-        except ValueError as error:
-            failure = failure or error
-        reports = self.exchange.gather(
-            RankReport(
-                num_tokens=total(tokens),
-                micro_batches=len(counts),
-                accumulate=accumulate,
-                more=more,
-                refuses=failure is not None,
-                borrows=batch is None,
-                sigterm=sigterm,
-            )
-        )
+        reports = self.exchange.receive()
         self.asked_to_end = any(report.sigterm for report in reports)
         # From here on every rank holds the same reports and decides the same.
         if any(report.refuses for report in reports):
-            self._refuse_together(failure, update)
+            self._refuse_together(self._reported_failure, update)
         if problem := disagreement(reports, pad=self._pad):
             raise TokenNormError(f"At update {update}, {problem}")
         if not any(report.micro_batches for report in reports):  # the data of all ranks has ended
             return None
-        plan = WindowPlan.agreed(reports, tokens, averaged=self._averaged)
+        plan = WindowPlan.agreed(reports, self._reported_tokens, averaged=self._averaged)
         if plan.num_tokens == 0 and self._on_empty == "error":
             raise TokenNormError(
                 f"At update {update}, the window of {plan.micro_batches} micro-batches has no supervised token on any"

@@ -1,8 +1,11 @@
 """One small collective per window, over a CPU group of the ranks that DDP averages over.
 
 It runs on the host: the counts come from batches that are still there, so every rank knows ``N`` without waiting for
-its device. A row of `RankReport` is gathered rather than summed, so that every rank sees every rank's numbers: sums and
-extremes follow from them, an error can name the rank at fault, and all ranks come to the same decision.
+its device. And it runs ahead: a rank sends its row before it trains on the last micro-batch of the window before, so
+that nobody waits where the ranks are in step.
+
+A row of `RankReport` is gathered rather than summed, so that every rank sees every rank's numbers: sums and extremes
+follow from them, an error can name the rank at fault, and all ranks come to the same decision.
 """
 
 from __future__ import annotations
@@ -12,8 +15,8 @@ import itertools
 import pickle
 import struct
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,7 +28,7 @@ from lightning_tokennorm.counting import Count
 from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.window import RankReport
 
-_WORDS = 8
+_WORDS = 7
 _STORE_ANSWERS_WITHIN_S = 5
 _EXCHANGES = itertools.count()
 """Numbers the exchanges over a group, so that no word is left from an earlier one: its ranks make them in step."""
@@ -48,7 +51,10 @@ class WindowExchange:
         # Kept from window to window: a tensor that only a thread of gloo still holds is freed by that thread, which
         # aborts the process where the interpreter is on its way out.
         self._row = torch.zeros(_WORDS, dtype=torch.int64)
-        self._rows = [torch.zeros_like(self._row) for _ in range(self.world_size)]
+        self._table = torch.zeros(self.world_size, _WORDS, dtype=torch.int64)
+        self._rows = list(self._table.unbind())
+        self._on_its_way: dist.Work | None = None
+        self._reports: list[RankReport] = []
 
     @classmethod
     def spanning(cls, process_group: dist.ProcessGroup | None, timeout: timedelta | None = None) -> WindowExchange:
@@ -83,30 +89,53 @@ class WindowExchange:
         """``W``: the number of ranks in the group."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
-    def gather(self, report: RankReport) -> list[RankReport]:
-        """Exchange the reports of the coming window: the only collective of a window besides DDP's own.
+    def send(self, report: RankReport) -> None:
+        """Send the report of a coming window: the only collective of a window besides DDP's own. Waits for nobody.
 
         Args:
-            report: This rank's report.
+            report: This rank's report. Every rank has to send one, and as often as the others.
+
+        Raises:
+            TokenNormError: As `receive`.
+        """
+        if self.group is None:
+            self._reports = [report]
+            return
+        self._wait()  # for one that nobody has received, since its epoch ended early or it was sent anew
+        self._row.copy_(torch.tensor(_to_words(report)))
+        with self._naming_what_failed():
+            self._on_its_way = dist.all_gather(self._rows, self._row, group=self.group, async_op=True)
+
+    def receive(self) -> list[RankReport]:
+        """The reports that all ranks have sent last; waits for those that are on their way.
 
         Returns:
-            The reports of all ranks in the order of their ranks, the same list on every rank.
+            The reports in the order of the ranks, the same list on every rank.
 
         Raises:
             TokenNormError: Another rank is gone or did not come within the timeout.
         """
-        if self.group is None:
-            return [report]
-        self._row.copy_(torch.tensor(_to_words(report)))
+        if self._on_its_way is not None:
+            self._wait()
+            self._reports = [_from_words(words) for words in self._table.tolist()]
+        return self._reports
+
+    def _wait(self) -> None:
+        if self._on_its_way is not None:
+            with self._naming_what_failed():
+                self._on_its_way.wait()
+            self._on_its_way = None
+
+    @contextmanager
+    def _naming_what_failed(self) -> Iterator[None]:
         try:
-            dist.all_gather(self._rows, self._row, group=self.group)
+            yield
         except RuntimeError as error:
             said = self.announced() or "A rank has ended or stalled: look for its own error, or raise `timeout`."
             raise TokenNormError(
                 f"Rank {self.rank} of {self.world_size} waited for the other ranks at the start of a window and got:"
                 f" {error}. {said}"
             ) from error
-        return [_from_words(words.tolist()) for words in self._rows]
 
     def gather_objects(self, item: Any) -> list[Any]:
         """Exchange one object per rank; called by all ranks, and never where windows follow each other regularly.
@@ -203,7 +232,7 @@ def _to_words(report: RankReport) -> list[int]:
     # A count travels as 64 bits: an int as itself, a float as its bit pattern. Nothing is added up on the way.
     weighted = isinstance(report.num_tokens, float)
     bits = struct.unpack("<q", struct.pack("<d", report.num_tokens))[0] if weighted else int(report.num_tokens)
-    flags = [report.more, report.refuses, report.borrows, report.sigterm]
+    flags = [report.refuses, report.borrows, report.sigterm]
     return [weighted, bits, report.micro_batches, report.accumulate, *flags]
 
 

@@ -1,9 +1,10 @@
 """Reads the micro-batches of the coming window without consuming them.
 
 The fetcher below takes the place of the fit loop's own. It serves the same batches in the same order, but reads ahead:
-at the start of a window the counts of all its micro-batches are known, and whether another one follows. It rolls:
-each micro-batch served reads one more, so at most ``K`` wait on the host (none on a device), and a loader that is as
-slow as the compute is never asked for a whole window at once.
+at the start of a window the counts of all its micro-batches are known. It rolls: each micro-batch served reads one
+more, so at most ``K`` wait on the host (none on a device), and a loader that is as slow as the compute is never asked
+for a whole window at once. So a window is known, and reported to the other ranks, when the last micro-batch of the one
+before is served: their reports arrive while that one is trained on.
 
 Ranks go through their windows in step. Where this rank has fewer micro-batches than another, or a loader yields
 ``None``, the forward still has to run, for DDP's sake: on a copy of a batch that was there, a stand-in.
@@ -37,16 +38,14 @@ class _Read(Generic[T]):
 
 @dataclass(frozen=True)
 class ComingWindow(Generic[T]):
-    """What one rank can see of a window before its first micro-batch is served."""
+    """What one rank has for a window."""
 
     counts: tuple[T | Literal[0], ...]
     """One count per micro-batch; empty at the end of the data."""
-    more: bool
-    """Whether the epoch goes on after the window."""
     failure: Exception | None
     """What went wrong while reading or counting a micro-batch of the window."""
-    batch: Any
-    """A batch that can stand in for one that is missing; ``None`` where there is none."""
+    borrows: bool
+    """Whether there is no batch that could stand in for one that is missing."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,6 @@ class AgreedWindow:
 
     micro_batches: int
     """How many; a rank that has fewer serves stand-ins for the rest. 0 at the end of all data."""
-    more: bool
-    """Whether the epoch goes on after it, on some rank."""
     lent_batch: Any
     """Another rank's batch, where some rank has none; else ``None``."""
 
@@ -67,8 +64,15 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
     Args:
         count: Counts the supervised tokens of a batch that has just been read.
         accumulate: Returns ``K``; asked at every window, since callbacks change it.
-        start_window: Called with the `ComingWindow` before its first micro-batch is served, also at the end of the
-            data, and on every rank alike: the place for an exchange. What it raises ends the epoch.
+        length: Returns the number of micro-batches of the epoch that ranks have agreed on; infinite where some rank's
+            is not known.
+        report_window: Called with the `ComingWindow` as soon as it is known, also at the end of the data unless
+            `length` tells, and on every rank alike: the place to start an exchange. Called anew where ``K`` has changed
+            before the window starts.
+        goes_on: Waits for the reports of all ranks, and returns whether some rank has more; called on ranks that have
+            none.
+        start_window: Called before the window's first micro-batch is served, with a batch that could be lent to another
+            rank, and on every rank alike: the place to end the exchange. What it raises ends the epoch.
         start_micro_batch: Called for each micro-batch that is served, with its index in the window and whether it is a
             stand-in.
         ended: Whether the data of the first epoch has been used up before, by the run that this one resumes.
@@ -79,7 +83,10 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         *,
         count: Callable[[Any], T],
         accumulate: Callable[[], int],
-        start_window: Callable[[ComingWindow[T]], AgreedWindow],
+        length: Callable[[], float],
+        report_window: Callable[[ComingWindow[T]], None],
+        goes_on: Callable[[], bool],
+        start_window: Callable[[Any], AgreedWindow],
         start_micro_batch: Callable[[int, bool], None],
         ended: bool = False,
     ) -> None:
@@ -92,10 +99,14 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         self._served = self._own = 0
         self.stepped = False
         """Whether the optimizer has stepped on the window in hand; to be set by whoever steps."""
-        self._window = AgreedWindow(0, True, None)
+        self._micro_batches = 0
+        self._reported_for: int | None = None
         super().__init__()
         self._count = count
         self._accumulate = accumulate
+        self._agreed_length = length
+        self._report_window = report_window
+        self._goes_on = goes_on
         self._start_window = start_window
         self._start_micro_batch = start_micro_batch
 
@@ -108,13 +119,14 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         self._exhausted, self._starts_exhausted = self._starts_exhausted, False
         self._served = self._own = 0
         self.stepped = False
-        self._window = AgreedWindow(0, True, None)
+        self._micro_batches = 0
+        self._reported_for = None
 
     def __next__(self) -> Any:
-        if self._served == self._window.micro_batches:
+        if self._served == self._micro_batches:
             self._open_window()
-        if not self._window.micro_batches:
-            self.done = True
+        self.done = not self._micro_batches
+        if self.done:
             raise StopIteration
         item = self._ahead.popleft().item if self._served < self._own else (None, self.fetched, 0)
         stands_in = item[0] is None
@@ -124,7 +136,8 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         self._served += 1
         self.fetched += 1
         self._read_ahead(self._accumulate())
-        self.done = self._served == self._window.micro_batches and not self._window.more
+        if self._served == self._micro_batches:
+            self._look_beyond(item[0])
         return item
 
     @property
@@ -152,30 +165,55 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         return used_up and not self._ahead and not self.done
 
     def _open_window(self) -> None:
-        # Lightning steps when the number of batches is a multiple of K, so a window that starts elsewhere (after a
-        # resume, or where K has changed) is shorter.
-        size = self._accumulate() - self.fetched % self._accumulate()
-        self._read_ahead(size + 1)
-        counts = tuple(read.count for read in islice(self._ahead, size))
-        # a failure beyond the window is a matter of the next one
-        failure = self._failure if len(counts) < size else None
-        more = len(self._ahead) > size or (self._failure is not None and failure is None)
+        if self._reported_for != self._accumulate():  # at the start of an epoch, and where K has changed in between
+            self._read_ahead(self._next_size)
+            self._report()
+        self._reported_for = None
+        reads = list(islice(self._ahead, self._next_size))
         batch = next((read.item[0] for read in self._ahead if read.item[0] is not None), None)
         self._states_at_window = self._ahead[0].states if self._ahead else []
-        self._served, self._own = 0, len(counts)
+        self._served, self._own = 0, len(reads)
         self.stepped = False
         # no window while the ranks agree, lest one that they refuse looks like one in hand
-        self._window = AgreedWindow(0, True, None)
-        self._window = self._start_window(
-            ComingWindow(counts, more, failure, self._stand_in if batch is None else batch)
-        )
+        self._micro_batches = 0
+        window = self._start_window(self._stand_in if batch is None else batch)
+        self._micro_batches = window.micro_batches
         # The copy is made before the step that may change the batch, and only where it will be needed.
-        missing = any(read.item[0] is None for read in islice(self._ahead, size))
-        if missing or self._own < self._window.micro_batches or (self._window.more and not more):
+        if self._own < self._micro_batches or any(read.item[0] is None for read in reads):
             if batch is not None:
                 self._stand_in = _copy(batch)
             elif self._stand_in is None:
-                self._stand_in = self._window.lent_batch
+                self._stand_in = window.lent_batch
+
+    @property
+    def _next_size(self) -> int:
+        # Lightning steps when the number of batches is a multiple of K, so a window that starts elsewhere (after a
+        # resume, or where K has changed) is shorter.
+        return self._accumulate() - int(self.fetched) % self._accumulate()
+
+    def _report(self) -> None:
+        reads = list(islice(self._ahead, self._next_size))
+        self._report_window(
+            ComingWindow(
+                counts=tuple(read.count for read in reads),
+                # a failure beyond the window is a matter of the next one
+                failure=self._failure if len(reads) < self._next_size else None,
+                borrows=self._stand_in is None and all(read.item[0] is None for read in self._ahead),
+            )
+        )
+        self._reported_for = self._accumulate()
+
+    def _look_beyond(self, batch: Any) -> None:
+        """Report the next window while the last micro-batch of this one is still to be trained on."""
+        if self.fetched >= self._agreed_length():
+            self.done = True
+            return
+        ended = not self._ahead and self._failure is None
+        if ended and self._stand_in is None:
+            self._stand_in = _copy(batch)  # before the step that may change it
+        self._report()
+        # a rank that has more itself need not wait to know that the epoch goes on
+        self.done = ended and not self._goes_on()
 
     def _loader_states(self) -> list[Any]:
         return [loader.state_dict() for loader in self._stateful_loaders]

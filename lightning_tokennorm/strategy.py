@@ -223,30 +223,34 @@ class TokenNormDDP(DDPStrategy):
         )
 
     def _new_fetcher(self) -> LookaheadFetcher:
-        def start_window(coming: ComingWindow[Count | Tensor]) -> AgreedWindow:
-            assert self.lightning_module is not None
-            _compat.align_logged_step(self.lightning_module.trainer)
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+
+        def report_window(coming: ComingWindow[Count | Tensor]) -> None:
+            self._windows.report_window(
+                coming.counts,
+                coming.failure,
+                accumulate=self._accumulate,
+                borrows=coming.borrows,
+                sigterm=self._got_sigterm,
+            )
+
+        def start_window(batch: Any) -> AgreedWindow:
+            _compat.align_logged_step(trainer)
             if self._starts_anywhere:
                 resume.refuse_torn_window(fetcher.fetched % self._accumulate, self._accumulate)
                 self._starts_anywhere = False
-            plan = self._windows.start_window(
-                coming.counts,
-                coming.more,
-                coming.failure,
-                accumulate=self._accumulate,
-                update=self._update_index,
-                batch=coming.batch,
-                sigterm=self._got_sigterm,
-            )
+            plan = self._windows.start_window(update=self._update_index, batch=batch)
             if self._windows.asked_to_end:
-                _compat.end_by_sigterm(self.lightning_module.trainer)
-            if plan is None:
-                return AgreedWindow(micro_batches=0, more=False, lent_batch=None)
-            return AgreedWindow(plan.micro_batches, plan.more, self._windows.lent_batch)
+                _compat.end_by_sigterm(trainer)
+            return AgreedWindow(0, None) if plan is None else AgreedWindow(plan.micro_batches, self._windows.lent_batch)
 
         self._fetcher = fetcher = LookaheadFetcher(
             count=lambda batch: check_count(self._count_tokens(batch)),
             accumulate=lambda: self._accumulate,
+            length=lambda: trainer.fit_loop.max_batches,
+            report_window=report_window,
+            goes_on=self._windows.goes_on,
             start_window=start_window,
             start_micro_batch=self._windows.start_micro_batch,
             ended=self._starts_ended,

@@ -37,8 +37,6 @@ class RankReport:
     """Micro-batches that this rank has for the window, at most `accumulate`."""
     accumulate: int
     """``K``, by which Lightning divides each loss."""
-    more: bool
-    """Whether this rank has another micro-batch in this epoch after the window."""
     refuses: bool = False
     """Whether this rank cannot go on; the reasons are exchanged afterwards."""
     borrows: bool = False
@@ -53,7 +51,7 @@ class WindowPlan:
 
     Example:
         >>> from lightning_tokennorm.window import RankReport, WindowPlan
-        >>> ranks = [RankReport(8, 3, 3, False), RankReport(16, 3, 3, False)]
+        >>> ranks = [RankReport(8, 3, 3), RankReport(16, 3, 3)]
         >>> plan = WindowPlan.agreed(ranks, tokens=(3, 1, 4))
         >>> plan.num_tokens
         24
@@ -69,8 +67,6 @@ class WindowPlan:
     """``K``, by which Lightning divides each loss of the window."""
     tokens: tuple[Count, ...]
     """``n[r, k]`` of this rank, one per micro-batch; 0 for padded ones."""
-    more: bool
-    """Whether some rank has another micro-batch in this epoch after the window."""
     padded_micro_batches: int
     """Micro-batches that ranks run without data of their own, over all ranks."""
     tokens_min: Count
@@ -98,7 +94,6 @@ class WindowPlan:
             world_size=len(reports),
             accumulate=reports[0].accumulate,
             tokens=tokens + (0,) * (micro_batches - len(tokens)),
-            more=any(report.more for report in reports),
             padded_micro_batches=sum(micro_batches - report.micro_batches for report in reports),
             tokens_min=min(per_rank),
             tokens_max=max(per_rank),
@@ -187,24 +182,14 @@ def disagreement(reports: Sequence[RankReport], *, pad: bool) -> str | None:
             f"`accumulate_grad_batches` differs between ranks: {_by_rank(r.accumulate for r in reports)}."
             " Give every rank the same value."
         )
-    if pad:
+    if pad or len({report.micro_batches for report in reports}) == 1:
         return None
-    remedy = (
-        " Every rank has to yield the same number of batches per epoch: use a DistributedSampler, or cut the longer"
-        ' streams (`limit_train_batches` is one way), or pad the shorter ones with `uneven="pad"`.'
+    return (
+        "the ranks disagree on the number of micro-batches in this window:"
+        f" {_by_rank(r.micro_batches for r in reports)}. Every rank has to yield the same number of batches per epoch:"
+        " use a DistributedSampler, or cut the longer streams (`limit_train_batches` is one way), or pad the shorter"
+        ' ones with `uneven="pad"`.'
     )
-    if len({report.micro_batches for report in reports}) > 1:
-        return (
-            "the ranks disagree on the number of micro-batches in this window:"
-            f" {_by_rank(r.micro_batches for r in reports)}.{remedy}"
-        )
-    if len({report.more for report in reports}) > 1:
-        ended = [rank for rank, report in enumerate(reports) if not report.more]
-        return (
-            f"the epoch of rank {', '.join(map(str, ended))} ends with this window while other ranks have more"
-            f" micro-batches.{remedy}"
-        )
-    return None
 
 
 def _by_rank(values: Iterable[object]) -> str:

@@ -38,7 +38,7 @@ def measure(place: Place, sizes: Sequence[int], preset: Preset) -> Any:
         group = dist.new_group(range(size), backend="gloo")
         if place.rank < size:
             exchanges[size] = WindowExchange(group)
-    report = RankReport(num_tokens=3228, micro_batches=8, accumulate=8, more=True)
+    report = RankReport(num_tokens=3228, micro_batches=8, accumulate=8)
     times: dict[int, list[float]] = {size: [] for size in sizes}
     for number in range(preset.rounds):
         if place.rank == 0:
@@ -49,7 +49,7 @@ def measure(place: Place, sizes: Sequence[int], preset: Preset) -> Any:
                 times[size] += latencies_us(exchanges[size], report, preset.exchange_calls)
     with CollectiveCounter() as counter:
         counter.mark()
-        exchanges[max(exchanges)].gather(report)
+        exchanges[max(exchanges)].send(report)
         counter.mark()
     return times, counter.last_window()
 
@@ -59,7 +59,8 @@ def latencies_us(exchange: WindowExchange, report: RankReport, calls: int) -> li
     times = []
     for _ in range(WARM_UP_CALLS + calls):
         start = time.perf_counter()
-        exchange.gather(report)
+        exchange.send(report)
+        exchange.receive()
         times.append(1e6 * (time.perf_counter() - start))
     return times[WARM_UP_CALLS:]
 

@@ -159,8 +159,8 @@ def test_fraction_of_the_longest_rank() -> None:
     [
         # 5 and 6 batches, K = 3: the second window has 2 and 3 micro-batches
         (FIVE_AND_SIX, [1.75], "rank 0 has 2, rank 1 has 3"),
-        # 3 and 6: rank 0 would go to its epoch's end while rank 1 waits for it in the second window
-        ([R1[0], [*R1[1], *R1[1]]], [], "the epoch of rank 0 ends with this window while other ranks have more"),
+        # 3 and 6: rank 0 must not go to its epoch's end while rank 1 waits for it in the second window
+        ([R1[0], [*R1[1], *R1[1]]], [1.75], "rank 0 has 0, rank 1 has 3"),
         ([[], R1[1]], [], "rank 0 has 0, rank 1 has 3"),
     ],
     ids=["inside", "at an edge", "none at all"],

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from lightning_tokennorm import TokenNormDDP
 from lightning_tokennorm.exchange import WindowExchange
+from lightning_tokennorm.window import RankReport
 from tests.helpers.scalar_rig import ScalarModule, make_batch, make_trainer
 
 LENGTH, ACCUMULATE = 11, 3  # windows of 3, 3, 3 and 2
@@ -40,9 +41,11 @@ STALL_S = 14
 QUOTA = 32 * 1024
 """Bytes: fewer than a checkpoint has, more than any other file of a run."""
 
-IN_THIRD_WINDOW = {
+REACHED = {
     "setup": 1,  # before the first window, in the module's `on_train_start`
-    "exchange": 3,
+    "first report": 1,  # sent when the first window starts, before which all ranks wait for it
+    "early report": 3,  # of the third window: sent before the second one's last micro-batch
+    "report": 4,  # of the fourth window: sent before the third one's last micro-batch
     "forward": 8,  # of 7, 8 and 9: the other rank goes on alone until the backward of 9
     "backward": 9,  # in which the ranks' gradients are reduced
     "step": 3,  # the parameters have just changed, no checkpoint has them
@@ -50,7 +53,8 @@ IN_THIRD_WINDOW = {
     "write": 6,  # ... then last.ckpt
     "move": 6,
 }
-"""The points of a run, and the how many-eth time one is reached in the third window or right after its update."""
+"""The points of a run, and the how many-eth time one is reached: from `report` on in the third window or right
+after its update."""
 
 
 def _passing(act: Callable[[], Any]) -> Callable[[Any], Any]:
@@ -114,7 +118,7 @@ class Record:
 
 
 class Faults:
-    """Makes a rank's faults happen when it reaches their points in the third window."""
+    """Makes a rank's faults happen when it reaches their points."""
 
     def __init__(self, run: Run, rank: int) -> None:
         self.acts = {point: ACTS[act] for at, act, point in run.faults if at == rank}
@@ -123,14 +127,14 @@ class Faults:
 
     def reach(self, point: str, value: Any = None) -> Any:
         self.reached[point] += 1
-        if point in self.acts and self.reached[point] == IN_THIRD_WINDOW[point]:
+        if point in self.acts and self.reached[point] == REACHED[point]:
             self.record.add("fault", time.monotonic())  # one clock for all processes of a machine
             return self.acts[point](value)
         return value
 
     def install(self) -> None:
         """Put the points that no hook leads to into the functions themselves."""
-        gather, write = WindowExchange.gather, LocalFileOpener.write
+        send, write = WindowExchange.send, LocalFileOpener.write
 
         def write_in_halves(file: LocalFileOpener, data: bytes) -> Any:
             half = len(data) // 2
@@ -139,7 +143,12 @@ class Faults:
             self.reach("write")
             return half + write(file, data[half:])
 
-        WindowExchange.gather = lambda exchange, report: gather(exchange, self.reach("exchange", report))
+        def send_or_fail(exchange: WindowExchange, report: RankReport) -> None:
+            for point in ("first report", "early report", "report"):
+                report = self.reach(point, report)
+            send(exchange, report)
+
+        WindowExchange.send = send_or_fail  # type: ignore[method-assign]
         LocalFileOpener.write = write_in_halves
         if "move" in self.acts:
             shutil.move = self._copy_in_halves

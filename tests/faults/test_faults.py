@@ -147,15 +147,13 @@ def updates_in(path: Path) -> int | None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("point", ["exchange", "forward", "backward", "step", "save"])
+@pytest.mark.parametrize("point", ["report", "forward", "backward", "step", "save"])
 def test_killed(point: str, rank: int, whole: list[Rank], tmp_path: Path) -> None:
     ranks = run_pair(Run(str(tmp_path), faults=((rank, "kill", point),)))
     other = ranks[1 - rank]
     assert ranks[rank].exitcode == -signal.SIGKILL
     assert other.exitcode == 1
-    if point == "exchange":
-        assert f"Rank {1 - rank} of 2 waited for the other ranks at the start of a window" in other.output
-    elif point in ("forward", "backward") and rank == 0:
+    if point in ("report", "forward", "backward") and rank == 0:
         assert "Another rank has ended inside a window. The store of the process group is gone." in other.output
     else:
         assert re.search(r"^RuntimeError: \[.*gloo/transport", other.output, re.MULTILINE), other.output
@@ -165,6 +163,15 @@ def test_killed(point: str, rank: int, whole: list[Rank], tmp_path: Path) -> Non
     assert None not in updates.values()
     assert updates["last.ckpt"] == 2
     assert_resumes(tmp_path / "last.ckpt", whole, updates=2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_before_the_first_window(rank: int, tmp_path: Path) -> None:
+    ranks = run_pair(Run(str(tmp_path), faults=((rank, "kill", "first report"),)))
+    assert [ranks[rank].exitcode, ranks[1 - rank].exitcode] == [-signal.SIGKILL, 1]
+    assert f"Rank {1 - rank} of 2 waited for the other ranks at the start of a window" in ranks[1 - rank].output
+    assert_ends_soon(ranks)
+    assert ranks[1 - rank].samples == []
 
 
 def test_killed_while_writing(whole: list[Rank], tmp_path: Path) -> None:
@@ -198,7 +205,9 @@ def test_killed_while_a_checkpoint_moves_between_file_systems(whole: list[Rank],
         pytest.param(((0, "sigterm", "forward"),), id="rank 0"),
         pytest.param(((1, "sigterm", "forward"),), id="rank 1"),
         pytest.param(((0, "sigterm", "forward"), (1, "sigterm", "backward")), id="all"),
-        pytest.param(((0, "sigterm in 1 s", "exchange"), (1, "lag", "exchange")), id="rank 0 waits for rank 1"),
+        # in the second window, when the report of the third is made already: the fourth window's is the next one
+        pytest.param(((1, "sigterm", "early report"),), id="after the report"),
+        pytest.param(((0, "sigterm in 1 s", "early report"), (1, "lag", "early report")), id="rank 0 waits for rank 1"),
     ],
 )
 def test_sigterm(faults: Any, whole: list[Rank], tmp_path: Path) -> None:
@@ -230,13 +239,11 @@ def test_sigterm_before_the_first_window(rank: int, tmp_path: Path) -> None:
 # ---- stalls
 
 
-@pytest.mark.parametrize("point", ["exchange", "forward"])
+@pytest.mark.parametrize("point", ["report", "forward"])
 def test_stalled_for_longer_than_the_timeout(point: str, whole: list[Rank], tmp_path: Path) -> None:
     ranks = run_pair(Run(str(tmp_path), faults=((1, "stall", point),), timeout_s=TIMEOUT_S))
     assert [rank.exitcode for rank in ranks] == [1, 1]
     assert f"Timed out waiting {TIMEOUT_S}000ms" in ranks[0].output
-    if point == "exchange":
-        assert "A rank has ended or stalled: look for its own error, or raise `timeout`." in ranks[0].output
     (stalled_at,) = ranks[1].faults
     assert TIMEOUT_S - 5 < ranks[0].ended_at - stalled_at < TIMEOUT_S + 5
     assert ranks[0].ended_at < ranks[1].ended_at  # which finds the other gone
@@ -244,15 +251,25 @@ def test_stalled_for_longer_than_the_timeout(point: str, whole: list[Rank], tmp_
     assert_resumes(tmp_path / "last.ckpt", whole, updates=2)
 
 
+def test_stalled_before_the_first_window(tmp_path: Path) -> None:
+    ranks = run_pair(Run(str(tmp_path), faults=((1, "stall", "first report"),), timeout_s=TIMEOUT_S))
+    assert [rank.exitcode for rank in ranks] == [1, 1]
+    assert "Rank 0 of 2 waited for the other ranks at the start of a window" in ranks[0].output
+    assert "A rank has ended or stalled: look for its own error, or raise `timeout`." in ranks[0].output
+    (stalled_at,) = ranks[1].faults
+    assert TIMEOUT_S - 5 < ranks[0].ended_at - stalled_at < TIMEOUT_S + 5
+    assert ranks[0].samples == []
+
+
 def test_rank_0_stands_still(whole: list[Rank], tmp_path: Path) -> None:
     # and the store that it keeps for all ranks with it
     def thaw(processes: list[Any]) -> None:
         os.kill(processes[0].pid, signal.SIGCONT)
 
-    run = Run(str(tmp_path), faults=((0, "freeze", "exchange"),), timeout_s=TIMEOUT_S)
+    run = Run(str(tmp_path), faults=((0, "freeze", "report"),), timeout_s=TIMEOUT_S)
     ranks = run_pair(run, on_first_end=thaw)
     assert [rank.exitcode for rank in ranks] == [1, 1]
-    assert "Rank 1 of 2 waited for the other ranks at the start of a window" in ranks[1].output
+    assert "The store of the process group does not answer." in ranks[1].output
     (frozen_at,) = ranks[0].faults
     assert TIMEOUT_S - 5 < ranks[1].ended_at - frozen_at < TIMEOUT_S + SOON_S
     assert_interrupted(ranks, whole)
@@ -264,7 +281,7 @@ def test_rank_0_stands_still(whole: list[Rank], tmp_path: Path) -> None:
 
 def test_disk_full(whole: list[Rank], tmp_path: Path) -> None:
     # from the third window on, rank 0 cannot write files as large as a checkpoint
-    ranks = run_pair(Run(str(tmp_path), faults=((0, "quota", "exchange"),)))
+    ranks = run_pair(Run(str(tmp_path), faults=((0, "quota", "report"),)))
     assert [rank.exitcode for rank in ranks] == [1, 1]
     assert "OSError: [Errno 27] File too large" in ranks[0].output
     assert "gloo/transport" in ranks[1].output
@@ -318,7 +335,7 @@ def test_training_step_fails(act: str, error: str, rank: int, whole: list[Rank],
     assert updates_in(tmp_path / "last.ckpt") == 2
 
 
-@pytest.mark.parametrize("point", ["exchange", "backward", "step", "save"])
+@pytest.mark.parametrize("point", ["first report", "report", "backward", "step", "save"])
 def test_failed_rank_is_named_wherever_the_other_waits(point: str, tmp_path: Path) -> None:
     ranks = run_pair(Run(str(tmp_path), faults=((1, "raise", point),)))
     assert [rank.exitcode for rank in ranks] == [1, 1]

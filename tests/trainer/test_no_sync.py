@@ -142,20 +142,21 @@ def count(rank: int, world_size: int, kind: str) -> list[Counter[str]]:
     return module.per_micro_batch
 
 
-def test_one_collective_of_64_bytes_per_window_and_no_other() -> None:
+def test_one_collective_of_56_bytes_per_window_and_no_other() -> None:
     for seen in run_ranks(count, 2, "ours"):
-        # micro-batches 1 and 2 start none; 3, 4, 5 are the second window, and so on
-        assert seen[1:] == [{}, {}, *[{"all_gather of 64 bytes": 1}, {}, {}] * 4]
+        # Micro-batches 0, 1 and 2 are the first window, and so on. With the last one of each the next window's
+        # exchange starts; the length says that there is none after the fifth.
+        assert seen[1:] == [*[{}, {"all_gather of 56 bytes": 1}, {}] * 4, {}, {}]
 
 
 @pytest.mark.parametrize("kind", ["plain", "lightning's sigterm"])
 def test_lightnings_own_broadcasts(kind: str) -> None:
     """The control: what is left out, and what stays where it is asked for."""
     for seen in run_ranks(count, 2, kind):
-        ours = {"all_gather of 64 bytes": 1} if kind != "plain" else {}
+        ours = {"all_gather of 56 bytes": 1} if kind != "plain" else {}
         theirs = {key: value for key, value in seen[4].items() if key.startswith("broadcast")}
-        assert seen[3] == {**theirs, **ours}
         assert seen[4] == theirs
+        assert seen[5] == {**theirs, **ours}
         if hasattr(_training_epoch_loop(), "_broadcast_sigterm_tensor"):
             assert sum(theirs.values()) == 1
 

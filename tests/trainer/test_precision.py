@@ -390,7 +390,7 @@ def test_a_million_tokens_per_window_stay_in_range(reduction: str) -> None:
 def test_factors_have_the_size_of_the_mean() -> None:
     # with equal counts the factor on a mean is 1, however many ranks, micro-batches and tokens there are
     for world_size, accumulate, tokens in ((1, 1, 1), (2, 16, 10**6), (64, 128, 4096)):
-        rank = RankReport(accumulate * tokens, accumulate, accumulate, more=False)
+        rank = RankReport(accumulate * tokens, accumulate, accumulate)
         plan = WindowPlan.agreed([rank] * world_size, (tokens,) * accumulate)
         assert plan.factor(0, "mean") == pytest.approx(1.0, rel=1e-12)
 

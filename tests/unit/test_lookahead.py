@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from lightning.pytorch.utilities import CombinedLoader
@@ -26,27 +26,32 @@ class Source:
             yield index
 
 
-def alone(coming: ComingWindow[int]) -> AgreedWindow:
-    """What is agreed on where there is no other rank."""
-    return AgreedWindow(len(coming.counts), coming.more, lent_batch=None)
+class Alone:
+    """What a rank reports and goes through where there is no other one."""
+
+    def __init__(self, accumulate: int) -> None:
+        self.accumulate = accumulate
+        self.reports: list[ComingWindow[int]] = []
+        self.windows: list[ComingWindow[int]] = []
+
+    def goes_on(self) -> bool:
+        return bool(self.reports[-1].counts)
+
+    def start_window(self, batch: int | None) -> AgreedWindow:
+        self.windows.append(self.reports[-1])
+        return AgreedWindow(len(self.reports[-1].counts), lent_batch=None)
 
 
-def open_fetcher(
-    source: Source,
-    accumulate: int,
-    windows: list[ComingWindow[int]],
-    agree: Callable[[ComingWindow[int]], AgreedWindow] = alone,
-) -> LookaheadFetcher:
-    def start_window(coming: ComingWindow[int]) -> AgreedWindow:
-        windows.append(coming)
-        return agree(coming)
-
+def open_fetcher(source: Source, rank: Alone) -> LookaheadFetcher:
     loader = CombinedLoader(source, "max_size_cycle")
     loader.limits = [float("inf")]
     fetcher = LookaheadFetcher(
         count=lambda batch: batch * 10,
-        accumulate=lambda: accumulate,
-        start_window=start_window,
+        accumulate=lambda: rank.accumulate,
+        length=lambda: float("inf") if fetcher.length is None else fetcher.length,
+        report_window=rank.reports.append,
+        goes_on=rank.goes_on,
+        start_window=rank.start_window,
         start_micro_batch=lambda index, stands_in: None,
     )
     fetcher.setup(loader)
@@ -57,47 +62,80 @@ def open_fetcher(
 @pytest.mark.parametrize("length", range(8))
 @pytest.mark.parametrize("accumulate", [1, 2, 3, 4, 9])
 def test_windows_partition_the_epoch(sized: bool, length: int, accumulate: int) -> None:
-    windows: list[ComingWindow[int]] = []
-    fetcher = open_fetcher(Source(length, sized), accumulate, windows)
+    rank = Alone(accumulate)
+    fetcher = open_fetcher(Source(length, sized), rank)
     for _ in range(2):  # the second epoch opens the loaders again
-        windows.clear()
+        rank.reports.clear()
+        rank.windows.clear()
         served = []
-        while not fetcher.done:
-            try:
-                served.append(next(fetcher)[0])
-            except StopIteration:
-                break
+        for _ in range(length):
+            assert not fetcher.done
+            served.append(next(fetcher)[0])
+        if not length:
+            with pytest.raises(StopIteration):
+                next(fetcher)
+        assert fetcher.done
         assert served == list(range(length))
         chunks = [tuple(range(start, min(start + accumulate, length))) for start in range(0, length, accumulate)]
-        assert [window.counts for window in windows if window.counts] == [tuple(10 * i for i in c) for c in chunks]
-        more = [True] * (len(chunks) - 1) + [False] * bool(chunks)
-        assert [window.more for window in windows if window.counts] == more
+        counts = [tuple(10 * i for i in chunk) for chunk in chunks]
+        assert [window.counts for window in rank.windows if window.counts] == counts
+        # a length tells where the epoch ends, a stream's end has to be reported
+        ends = [()] if not sized or not length else []
+        assert [report.counts for report in rank.reports] == counts + ends
         iter(fetcher)
 
 
 @pytest.mark.parametrize("sized", [True, False], ids=["sized", "stream"])
 def test_reads_one_ahead_per_micro_batch(sized: bool) -> None:
-    source, accumulate = Source(20, sized), 4
-    fetcher = open_fetcher(source, accumulate, [])
+    source = Source(20, sized)
+    fetcher = open_fetcher(source, Alone(accumulate=4))
     assert source.read == 0  # nothing before the first batch is asked for
     for served in range(1, 16):
         next(fetcher)
-        assert source.read - served == accumulate  # at most K wait, also at a window's edge
+        assert source.read - served == 4  # at most K wait, also at a window's edge
+
+
+def test_a_window_is_reported_while_the_one_before_runs() -> None:
+    rank = Alone(accumulate=2)
+    fetcher = open_fetcher(Source(6, False), rank)
+    known = []
+    for _ in range(6):
+        next(fetcher)
+        known.append((len(rank.windows), len(rank.reports)))
+    # windows started, windows reported: with the second micro-batch of one, the next is reported
+    assert known == [(1, 1), (1, 2), (2, 2), (2, 3), (3, 3), (3, 4)]
+
+
+def test_a_window_is_reported_anew_where_accumulation_has_changed() -> None:
+    rank = Alone(accumulate=2)
+    fetcher = open_fetcher(Source(9, True), rank)
+    for _ in range(4):
+        next(fetcher)
+    assert rank.reports[-1].counts == (40, 50)
+    rank.accumulate = 3  # micro-batches 4 and 5 complete a multiple of 3
+    next(fetcher)
+    assert rank.windows[-1].counts == (40, 50)
+    assert len(rank.reports) == 4
+    for _ in range(4):
+        next(fetcher)
+    assert rank.windows[-1].counts == (60, 70, 80)
+    assert len(rank.reports) == 5
+    assert fetcher.done
 
 
 def test_length_that_promises_too_much() -> None:
     # Lightning alone never notices the last batch, so it would not step on the tail
-    windows: list[ComingWindow[int]] = []
-    fetcher = open_fetcher(Source(5, True, claims=9), 3, windows)
+    rank = Alone(accumulate=3)
+    fetcher = open_fetcher(Source(5, True, claims=9), rank)
     served = []
     while not fetcher.done:
         served.append(next(fetcher)[0])
     assert served == [0, 1, 2, 3, 4]
-    assert [len(window.counts) for window in windows] == [3, 2]
+    assert [len(window.counts) for window in rank.windows] == [3, 2]
 
 
 def test_length_that_promises_too_little() -> None:
-    fetcher = open_fetcher(Source(9, True, claims=4), 3, [])
+    fetcher = open_fetcher(Source(9, True, claims=4), Alone(accumulate=3))
     served = []
     while not fetcher.done:
         served.append(next(fetcher)[0])
@@ -105,13 +143,12 @@ def test_length_that_promises_too_little() -> None:
 
 
 def test_failure_is_reported_with_its_window() -> None:
-    windows: list[ComingWindow[int]] = []
-    fetcher = open_fetcher(Source(9, False, fails_at=4), 3, windows)
+    rank = Alone(accumulate=3)
+    fetcher = open_fetcher(Source(9, False, fails_at=4), rank)
     for _ in range(3):
         next(fetcher)
         assert not fetcher.done
-    assert windows[0].failure is None
-    assert windows[0].more
+    assert rank.windows[0].failure is None
     next(fetcher)
-    assert windows[1].counts == (30,)
-    assert isinstance(windows[1].failure, OSError)
+    assert rank.windows[1].counts == (30,)
+    assert isinstance(rank.windows[1].failure, OSError)

@@ -8,8 +8,8 @@ import torch
 from lightning_tokennorm.window import RankReport, WindowPlan, disagreement, total
 
 
-def report(num_tokens: float = 4, micro_batches: int = 3, accumulate: int = 3, more: bool = False) -> RankReport:
-    return RankReport(num_tokens, micro_batches, accumulate, more)
+def report(num_tokens: float = 4, micro_batches: int = 3, accumulate: int = 3) -> RankReport:
+    return RankReport(num_tokens, micro_batches, accumulate)
 
 
 def test_factors_undo_what_lightning_and_ddp_divide() -> None:
@@ -46,7 +46,7 @@ def test_agreement_and_disagreement() -> None:
     assert disagreement([report(), report(9)], pad=False) is None
     for reports, parts in (
         ([report(), report(micro_batches=2)], ["rank 0 has 3, rank 1 has 2", "DistributedSampler"]),
-        ([report(more=True), report()], ["the epoch of rank 1 ends"]),
+        ([report(), report(0, 0)], ["rank 0 has 3, rank 1 has 0"]),
         ([report(), report(accumulate=4)], ["`accumulate_grad_batches` differs", "rank 0 has 3, rank 1 has 4"]),
     ):
         problem = disagreement(reports, pad=False)
@@ -56,14 +56,14 @@ def test_agreement_and_disagreement() -> None:
 
 
 def test_only_k_has_to_agree_where_ranks_are_padded() -> None:
-    assert disagreement([report(micro_batches=2, more=False), report(more=True)], pad=True) is None
+    assert disagreement([report(micro_batches=2), report()], pad=True) is None
     assert "`accumulate_grad_batches` differs" in str(disagreement([report(), report(accumulate=4)], pad=True))
 
 
 def test_a_window_is_as_long_as_the_longest_ranks() -> None:
     # 1, 3 and 0 micro-batches: 2 + 0 + 3 are padded
-    reports = [report(4, 1), report(6, 3, more=True), report(0, 0)]
+    reports = [report(4, 1), report(6, 3), report(0, 0)]
     plan = WindowPlan.agreed(reports, (4,))
-    assert (plan.tokens, plan.micro_batches, plan.padded_micro_batches, plan.more) == ((4, 0, 0), 3, 5, True)
+    assert (plan.tokens, plan.micro_batches, plan.padded_micro_batches) == ((4, 0, 0), 3, 5)
     # K * W * n / N = 3 * 3 * 4 / 10
     assert [plan.factor(k, "mean") for k in range(3)] == [3.6, 0, 0]
