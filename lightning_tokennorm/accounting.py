@@ -66,9 +66,9 @@ class WindowAccounting:
     def report_window(
         self,
         counts: Sequence[Count | Tensor],
-        failure: Exception | None = None,
-        *,
         accumulate: int,
+        *,
+        failure: Exception | None = None,
         borrows: bool = False,
         sigterm: bool = False,
     ) -> None:
@@ -76,8 +76,8 @@ class WindowAccounting:
 
         Args:
             counts: This rank's counts, one per micro-batch; empty at the end of its data.
-            failure: What went wrong on this rank while reading or counting.
             accumulate: ``K``, by which each loss will be divided.
+            failure: What went wrong on this rank while reading or counting.
             borrows: Whether this rank has no batch on which it could run a micro-batch that has no data.
             sigterm: Whether this rank was asked to end.
         """
@@ -209,7 +209,10 @@ class WindowAccounting:
         self, plan: WindowPlan, *, index: int, skipped_because: str | None, device: torch.device
     ) -> UpdateRecord:
         """What went into the update of the window in hand."""
-        loss_sums = [plan.loss_sum(index, loss, self._loss_reduction) for index, loss in self._losses.items()]
+        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        for micro_batch, loss in self._losses.items():
+            # cast, scaled and added in one kernel
+            loss_sum = loss_sum.add(loss, alpha=plan.loss_weight(micro_batch, self._loss_reduction))
         return UpdateRecord(
             index=index,
             num_tokens=plan.num_tokens,
@@ -217,7 +220,7 @@ class WindowAccounting:
             world_size=plan.world_size,
             tokens_min=plan.tokens_min,
             tokens_max=plan.tokens_max,
-            loss_sum=sum(loss_sums, start=torch.zeros((), dtype=torch.float64, device=device)),
+            loss_sum=loss_sum,
             applied=skipped_because is None,
             skipped_because=skipped_because,
             padded_micro_batches=plan.padded_micro_batches,

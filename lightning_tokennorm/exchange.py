@@ -46,6 +46,10 @@ class WindowExchange:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        """This process's rank in the group."""
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        """``W``: the number of ranks in the group."""
         if group is not None:
             self._word = f"lightning_tokennorm/{group.group_name}/{next(_EXCHANGES)}"
         # Kept from window to window: a tensor that only a thread of gloo still holds is freed by that thread, which
@@ -78,16 +82,6 @@ class WindowExchange:
                 ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
             )
         return cls(_CPU_GROUPS[process_group])
-
-    @property
-    def rank(self) -> int:
-        """This process's rank in the group."""
-        return 0 if self.group is None else dist.get_rank(self.group)
-
-    @property
-    def world_size(self) -> int:
-        """``W``: the number of ranks in the group."""
-        return 1 if self.group is None else dist.get_world_size(self.group)
 
     def send(self, report: RankReport) -> None:
         """Send the report of a coming window: the only collective of a window besides DDP's own. Waits for nobody.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, Literal, TypeVar
@@ -36,43 +36,25 @@ class _Read(Generic[T]):
     """The states of stateful loaders from before it was read."""
 
 
-@dataclass(frozen=True)
-class ComingWindow(Generic[T]):
-    """What one rank has for a window."""
-
-    counts: tuple[T | Literal[0], ...]
-    """One count per micro-batch; empty at the end of the data."""
-    failure: Exception | None
-    """What went wrong while reading or counting a micro-batch of the window."""
-    borrows: bool
-    """Whether there is no batch that could stand in for one that is missing."""
-
-
-@dataclass(frozen=True)
-class AgreedWindow:
-    """The window that all ranks go through."""
-
-    micro_batches: int
-    """How many; a rank that has fewer serves stand-ins for the rest. 0 at the end of all data."""
-    lent_batch: Any
-    """Another rank's batch, where some rank has none; else ``None``."""
-
-
 class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
     """Serves the training batches of an epoch, window by window.
 
     Args:
         count: Counts the supervised tokens of a batch that has just been read.
-        accumulate: Returns ``K``; asked at every window, since callbacks change it.
+        accumulate: Returns ``K``; asked at every micro-batch, since callbacks change it.
         length: Returns the number of micro-batches of the epoch that ranks have agreed on; infinite where some rank's
             is not known.
-        report_window: Called with the `ComingWindow` as soon as it is known, also at the end of the data unless
-            `length` tells, and on every rank alike: the place to start an exchange. Called anew where ``K`` has changed
-            before the window starts.
+        report_window: Called with what this rank has for the coming window as soon as that is known, also at the end of
+            the data unless `length` tells, and on every rank alike: the place to start an exchange. Called anew where
+            ``K`` has changed before the window starts. Arguments: the counts, one per micro-batch and none at the end
+            of the data; ``K``; what went wrong while reading or counting a micro-batch of the window; whether there is
+            no batch that could stand in for one that is missing.
         goes_on: Waits for the reports of all ranks, and returns whether some rank has more; called on ranks that have
             none.
         start_window: Called before the window's first micro-batch is served, with a batch that could be lent to another
-            rank, and on every rank alike: the place to end the exchange. What it raises ends the epoch.
+            rank, and on every rank alike: the place to end the exchange. Returns how many micro-batches all ranks go
+            through, 0 at the end of all data (a rank that has fewer serves stand-ins for the rest), and another rank's
+            batch where some rank has none, else ``None``. What it raises ends the epoch.
         start_micro_batch: Called for each micro-batch that is served, with its index in the window and whether it is a
             stand-in.
         ended: Whether the data of the first epoch has been used up before, by the run that this one resumes.
@@ -84,9 +66,9 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         count: Callable[[Any], T],
         accumulate: Callable[[], int],
         length: Callable[[], float],
-        report_window: Callable[[ComingWindow[T]], None],
+        report_window: Callable[[Sequence[T | Literal[0]], int, Exception | None, bool], None],
         goes_on: Callable[[], bool],
-        start_window: Callable[[Any], AgreedWindow],
+        start_window: Callable[[Any], tuple[int, Any]],
         start_micro_batch: Callable[[int, bool], None],
         ended: bool = False,
     ) -> None:
@@ -96,11 +78,11 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         self._stand_in: Any = None
         self._stateful_loaders: list[Any] = []
         self._exhausted, self._starts_exhausted = False, ended
-        self._served = self._own = 0
+        # The window in hand: its micro-batches, those of them that are this rank's own, those that were served.
+        self._micro_batches = self._own = self._served = 0
         self.stepped = False
         """Whether the optimizer has stepped on the window in hand; to be set by whoever steps."""
-        self._micro_batches = 0
-        self._reported_for: int | None = None
+        self._reported_for: int | None = None  # the K that the next window was reported with
         super().__init__()
         self._count = count
         self._accumulate = accumulate
@@ -117,14 +99,14 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         self._ahead.clear()
         self._failure = None
         self._exhausted, self._starts_exhausted = self._starts_exhausted, False
-        self._served = self._own = 0
+        self._micro_batches = self._own = self._served = 0
         self.stepped = False
-        self._micro_batches = 0
         self._reported_for = None
 
     def __next__(self) -> Any:
+        accumulate = self._accumulate()
         if self._served == self._micro_batches:
-            self._open_window()
+            self._open_window(accumulate)
         self.done = not self._micro_batches
         if self.done:
             raise StopIteration
@@ -135,9 +117,9 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         self._start_micro_batch(self._served, stands_in)
         self._served += 1
         self.fetched += 1
-        self._read_ahead(self._accumulate())
+        self._read_ahead(accumulate)
         if self._served == self._micro_batches:
-            self._look_beyond(item[0])
+            self._look_beyond(item[0], accumulate)
         return item
 
     @property
@@ -164,46 +146,27 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         used_up = self._exhausted or (self.length is not None and self.fetched >= self.length)
         return used_up and not self._ahead and not self.done
 
-    def _open_window(self) -> None:
-        if self._reported_for != self._accumulate():  # at the start of an epoch, and where K has changed in between
-            self._read_ahead(self._next_size)
-            self._report()
+    def _open_window(self, accumulate: int) -> None:
+        if self._reported_for != accumulate:  # at the start of an epoch, and where K has changed in between
+            self._read_ahead(self._size(accumulate))
+            self._report(accumulate)
         self._reported_for = None
-        reads = list(islice(self._ahead, self._next_size))
+        reads = list(islice(self._ahead, self._size(accumulate)))
         batch = next((read.item[0] for read in self._ahead if read.item[0] is not None), None)
         self._states_at_window = self._ahead[0].states if self._ahead else []
         self._served, self._own = 0, len(reads)
         self.stepped = False
         # no window while the ranks agree, lest one that they refuse looks like one in hand
         self._micro_batches = 0
-        window = self._start_window(self._stand_in if batch is None else batch)
-        self._micro_batches = window.micro_batches
+        self._micro_batches, lent_batch = self._start_window(self._stand_in if batch is None else batch)
         # The copy is made before the step that may change the batch, and only where it will be needed.
         if self._own < self._micro_batches or any(read.item[0] is None for read in reads):
             if batch is not None:
                 self._stand_in = _copy(batch)
             elif self._stand_in is None:
-                self._stand_in = window.lent_batch
+                self._stand_in = lent_batch
 
-    @property
-    def _next_size(self) -> int:
-        # Lightning steps when the number of batches is a multiple of K, so a window that starts elsewhere (after a
-        # resume, or where K has changed) is shorter.
-        return self._accumulate() - int(self.fetched) % self._accumulate()
-
-    def _report(self) -> None:
-        reads = list(islice(self._ahead, self._next_size))
-        self._report_window(
-            ComingWindow(
-                counts=tuple(read.count for read in reads),
-                # a failure beyond the window is a matter of the next one
-                failure=self._failure if len(reads) < self._next_size else None,
-                borrows=self._stand_in is None and all(read.item[0] is None for read in self._ahead),
-            )
-        )
-        self._reported_for = self._accumulate()
-
-    def _look_beyond(self, batch: Any) -> None:
+    def _look_beyond(self, batch: Any, accumulate: int) -> None:
         """Report the next window while the last micro-batch of this one is still to be trained on."""
         if self.fetched >= self._agreed_length():
             self.done = True
@@ -211,9 +174,24 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         ended = not self._ahead and self._failure is None
         if ended and self._stand_in is None:
             self._stand_in = _copy(batch)  # before the step that may change it
-        self._report()
+        self._report(accumulate)
         # a rank that has more itself need not wait to know that the epoch goes on
         self.done = ended and not self._goes_on()
+
+    def _report(self, accumulate: int) -> None:
+        size = self._size(accumulate)
+        counts = tuple(read.count for read in islice(self._ahead, size))
+        # a failure beyond the window is a matter of the next one
+        failure = self._failure if len(counts) < size else None
+        borrows = self._stand_in is None and all(read.item[0] is None for read in self._ahead)
+        self._report_window(counts, accumulate, failure, borrows)
+        self._reported_for = accumulate
+
+    def _size(self, accumulate: int) -> int:
+        """How many micro-batches the coming window has where there are enough."""
+        # Lightning steps when the number of batches is a multiple of K, so a window that starts elsewhere (after a
+        # resume, or where K has changed) is shorter.
+        return accumulate - int(self.fetched) % accumulate
 
     def _loader_states(self) -> list[Any]:
         return [loader.state_dict() for loader in self._stateful_loaders]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -28,7 +28,7 @@ from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.exchange import WindowExchange, is_of_a_collective
 from lightning_tokennorm.grad_scaler import ConstantScale, unscaled_before_step
 from lightning_tokennorm.gradients import zero_gradients
-from lightning_tokennorm.lookahead import AgreedWindow, ComingWindow, LookaheadFetcher
+from lightning_tokennorm.lookahead import LookaheadFetcher
 from lightning_tokennorm.refusals import (
     refuse_changed_ddp,
     refuse_hook_over_another_group,
@@ -195,10 +195,10 @@ class TokenNormDDP(DDPStrategy):
         refuse_hook_over_another_group(self._comm_hook, self._comm_state, group)
         _compat.register_comm_hook(self)
         self._windows = self._new_windows(WindowExchange.spanning(group, _compat.process_group_timeout(self)))
+        self._trainer = trainer
         self._undo_at_teardown.append(_compat.replace_fetcher(trainer, self._new_fetcher, self._agree_on_length))
         if self.optimizers:
             self._undo_at_teardown.append(self.optimizers[0].register_step_post_hook(self._note_step).remove)
-        self._trainer = trainer
         self._last_update = self._left_off_at = None
         self._ran_backward = self._got_sigterm = False
         if self.agree_on_sigterm:
@@ -223,19 +223,15 @@ class TokenNormDDP(DDPStrategy):
         )
 
     def _new_fetcher(self) -> LookaheadFetcher:
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._trainer
+        assert trainer is not None
 
-        def report_window(coming: ComingWindow[Count | Tensor]) -> None:
-            self._windows.report_window(
-                coming.counts,
-                coming.failure,
-                accumulate=self._accumulate,
-                borrows=coming.borrows,
-                sigterm=self._got_sigterm,
-            )
+        def report_window(
+            counts: Sequence[Count | Tensor], accumulate: int, failure: Exception | None, borrows: bool
+        ) -> None:
+            self._windows.report_window(counts, accumulate, failure=failure, borrows=borrows, sigterm=self._got_sigterm)
 
-        def start_window(batch: Any) -> AgreedWindow:
+        def start_window(batch: Any) -> tuple[int, Any]:
             _compat.align_logged_step(trainer)
             if self._starts_anywhere:
                 resume.refuse_torn_window(fetcher.fetched % self._accumulate, self._accumulate)
@@ -243,7 +239,7 @@ class TokenNormDDP(DDPStrategy):
             plan = self._windows.start_window(update=self._update_index, batch=batch)
             if self._windows.asked_to_end:
                 _compat.end_by_sigterm(trainer)
-            return AgreedWindow(0, None) if plan is None else AgreedWindow(plan.micro_batches, self._windows.lent_batch)
+            return (0 if plan is None else plan.micro_batches), self._windows.lent_batch
 
         self._fetcher = fetcher = LookaheadFetcher(
             count=lambda batch: check_count(self._count_tokens(batch)),
@@ -294,9 +290,10 @@ class TokenNormDDP(DDPStrategy):
                 exception.add_note(f"Another rank has ended. {said}")
             return
         where = f"rank {self._windows.exchange.rank}, batch {self._batch_idx}, update {self._update_index}"
+        what = str(exception).removesuffix(".")
         self._windows.exchange.announce(
-            f"The first to fail was {where}: {type(exception).__name__}: {exception}. Mend what its own traceback"
-            " shows; the run can go on from its last checkpoint."
+            f"The first to fail was {where}: {type(exception).__name__}: {what}. Mend what its own traceback shows; the"
+            " run can go on from its last checkpoint."
         )
         if sys.version_info >= (3, 11):
             exception.add_note(f"This was {where}.")
@@ -312,15 +309,9 @@ class TokenNormDDP(DDPStrategy):
         # After an error, of this rank or of another one: nobody must wait, the others may be in another collective.
         return self._trainer is not None and self._trainer.interrupted and not self._windows.asked_to_end
 
-    @contextmanager
-    def _failed_rank_named(self) -> Iterator[None]:
+    def _name_failed_rank(self, error: RuntimeError) -> None:
         # A collective of DDP's that fails because another rank has failed says only that a connection was closed.
-        try:
-            yield
-        except RuntimeError as error:
-            said = self._windows.exchange.announced() if is_of_a_collective(error) else None
-            if said is None:
-                raise
+        if is_of_a_collective(error) and (said := self._windows.exchange.announced()) is not None:
             raise TokenNormError(f"Another rank has ended inside a window. {said}") from error
 
     @override
@@ -375,23 +366,23 @@ class TokenNormDDP(DDPStrategy):
 
     @property
     def _accumulate(self) -> int:
-        assert self.lightning_module is not None
-        return int(self.lightning_module.trainer.accumulate_grad_batches)
+        return 0 if self._trainer is None else self._trainer.accumulate_grad_batches
 
     @property
     def _batch_idx(self) -> int:
-        assert self.lightning_module is not None
-        return int(self.lightning_module.trainer.fit_loop.batch_idx)
+        return 0 if self._trainer is None else self._trainer.fit_loop.batch_idx
 
     @property
     def _update_index(self) -> int:
-        assert self.lightning_module is not None
-        return int(self.lightning_module.trainer.global_step)
+        return 0 if self._trainer is None else self._trainer.global_step
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._failed_rank_named():
+        try:
             output = super().training_step(*args, **kwargs)
+        except RuntimeError as error:
+            self._name_failed_rank(error)
+            raise
         refuse_output_without_gradient(output, rank=self._windows.exchange.rank, batch_idx=self._batch_idx)
         if self._audit:
             position = {"batch_idx": self._batch_idx, "accumulate": self._accumulate, "update": self._update_index}
@@ -423,8 +414,12 @@ class TokenNormDDP(DDPStrategy):
         self._refuse_moved_scale(scaler)
         assert self.lightning_module is not None
         without = nullcontext() if factor else zero_gradients(self.lightning_module.parameters())
-        with self._failed_rank_named(), without:
-            result = super().backward(closure_loss * factor, optimizer, *args, **kwargs)
+        try:
+            with without:
+                result = super().backward(closure_loss * factor, optimizer, *args, **kwargs)
+        except RuntimeError as error:
+            self._name_failed_rank(error)
+            raise
         self._refuse_moved_scale(scaler)  # by a hook that ran after the backward, maybe the window's last one
         return result
 

@@ -121,18 +121,14 @@ class WindowPlan:
         undo_averages = self.accumulate * self.ranks_averaged
         return undo_averages * (num_tokens if loss_reduction == "mean" else 1) / self.num_tokens
 
-    def loss_sum(self, micro_batch: int, loss: Tensor, loss_reduction: LossReduction) -> Tensor:
-        """``S[r, k]`` from the loss that Lightning hands over, which is the user's loss divided by ``K``.
+    def loss_weight(self, micro_batch: int, loss_reduction: LossReduction) -> Count:
+        """What the loss that Lightning hands over, the user's divided by ``K``, is multiplied by to be ``S[r, k]``.
 
         Args:
             micro_batch: The index ``k`` of the micro-batch in the window; it has at least one token.
-            loss: The detached loss, shape ``()``.
             loss_reduction: Whether ``training_step`` returned the mean over the micro-batch's tokens or their sum.
-
-        Returns:
-            The sum of the losses of its tokens, shape ``()``, float64, on the loss's device.
         """
-        return loss.double() * (self.accumulate * (self.tokens[micro_batch] if loss_reduction == "mean" else 1))
+        return self.accumulate * (self.tokens[micro_batch] if loss_reduction == "mean" else 1)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -276,3 +277,46 @@ def fit_and_tell(rank: int, world_size: int) -> int:
 
 def test_rank_zero_says_once_how_many_were_padded() -> None:
     assert run_ranks(fit_and_tell, 2) == [1, 0]
+
+
+# ---- ranks with unequal accumulation
+
+
+class ChangesAccumulation(Counts):
+    """Changes `accumulate_grad_batches` after the second window, where it is told so."""
+
+    def __init__(self, accumulate: int | None) -> None:
+        super().__init__()
+        self.accumulate = accumulate
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if batch_idx == 5 and self.accumulate is not None:
+            self.trainer.accumulate_grad_batches = self.accumulate
+
+
+def fit_with_unequal_accumulation(rank: int, world_size: int, start: list[int], later: list[int | None]) -> Any:
+    module = ChangesAccumulation(later[rank])
+    trainer = rig.make_trainer(
+        world_size, strategy=TokenNormDDP(timeout=timedelta(seconds=60)), accumulate_grad_batches=start[rank]
+    )
+    try:
+        trainer.fit(module, rig.make_loader(R2[rank] * 3))
+    except TokenNormError as error:
+        return str(error), module.gradients
+    return None, module.gradients
+
+
+def test_unequal_accumulation_is_an_error_on_all_ranks() -> None:
+    for error, gradients in run_ranks(fit_with_unequal_accumulation, 2, [3, 2], [None, None]):
+        assert "`accumulate_grad_batches` differs between ranks: rank 0 has 3, rank 1 has 2" in error
+        assert gradients == []
+
+
+def test_accumulation_that_one_rank_changes_between_windows() -> None:
+    # it raises with the other's next report; the other, in the window, when that rank has ended
+    results = run_ranks(fit_with_unequal_accumulation, 2, [3, 3], [None, 1])
+    for error, gradients in results:
+        assert "`accumulate_grad_batches` differs between ranks: rank 0 has 3, rank 1 has 1" in error
+        assert len(gradients) == 2
+    assert results[0][0].startswith("Another rank has ended inside a window. The first to fail was rank 1")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 from lightning.pytorch.utilities import CombinedLoader
 
-from lightning_tokennorm.lookahead import AgreedWindow, ComingWindow, LookaheadFetcher
+from lightning_tokennorm.lookahead import LookaheadFetcher
 
 
 class Source:
@@ -26,20 +27,31 @@ class Source:
             yield index
 
 
+@dataclass
+class Report:
+    counts: tuple[int, ...]
+    failure: Exception | None
+    borrows: bool
+
+
 class Alone:
     """What a rank reports and goes through where there is no other one."""
 
     def __init__(self, accumulate: int) -> None:
         self.accumulate = accumulate
-        self.reports: list[ComingWindow[int]] = []
-        self.windows: list[ComingWindow[int]] = []
+        self.reports: list[Report] = []
+        self.windows: list[Report] = []
+
+    def report_window(self, counts: tuple[int, ...], accumulate: int, failure: Exception | None, borrows: bool) -> None:
+        assert accumulate == self.accumulate
+        self.reports.append(Report(counts, failure, borrows))
 
     def goes_on(self) -> bool:
         return bool(self.reports[-1].counts)
 
-    def start_window(self, batch: int | None) -> AgreedWindow:
+    def start_window(self, batch: int | None) -> tuple[int, None]:
         self.windows.append(self.reports[-1])
-        return AgreedWindow(len(self.reports[-1].counts), lent_batch=None)
+        return len(self.reports[-1].counts), None
 
 
 def open_fetcher(source: Source, rank: Alone) -> LookaheadFetcher:
@@ -49,7 +61,7 @@ def open_fetcher(source: Source, rank: Alone) -> LookaheadFetcher:
         count=lambda batch: batch * 10,
         accumulate=lambda: rank.accumulate,
         length=lambda: float("inf") if fetcher.length is None else fetcher.length,
-        report_window=rank.reports.append,
+        report_window=rank.report_window,
         goes_on=rank.goes_on,
         start_window=rank.start_window,
         start_micro_batch=lambda index, stands_in: None,
@@ -82,6 +94,7 @@ def test_windows_partition_the_epoch(sized: bool, length: int, accumulate: int) 
         # a length tells where the epoch ends, a stream's end has to be reported
         ends = [()] if not sized or not length else []
         assert [report.counts for report in rank.reports] == counts + ends
+        assert all(report.borrows == (length == 0) for report in rank.reports)
         iter(fetcher)
 
 

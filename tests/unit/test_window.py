@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
-
 from lightning_tokennorm.window import RankReport, WindowPlan, disagreement, total
 
 
@@ -28,10 +25,9 @@ def test_empty_micro_batches_and_windows_have_factor_zero() -> None:
 
 def test_loss_sum_from_what_lightning_hands_over() -> None:
     plan = WindowPlan.agreed([report(8), report(16)], (3, 1, 4))
-    loss = torch.tensor(2.0) / 3  # a mean of 2 over 4 tokens, divided by K
-    assert plan.loss_sum(2, loss, "mean").item() == pytest.approx(8.0, abs=1e-6)
-    assert plan.loss_sum(2, loss, "sum").item() == pytest.approx(2.0, abs=1e-6)
-    assert plan.loss_sum(2, loss, "sum").dtype is torch.float64
+    # A loss of 2 comes as 2 / 3, divided by K. As a mean over 4 tokens it sums to 8 = 2 / 3 * 12, as a sum to 2.
+    assert plan.loss_weight(2, "mean") == 12
+    assert plan.loss_weight(2, "sum") == 3
 
 
 def test_totals() -> None:
