@@ -8,7 +8,8 @@ each, `factor` before each backward and `record` at the end.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -186,7 +187,7 @@ class WindowAccounting:
         plan = self.window_in_hand("`backward`", accumulate)
         factor = plan.factor(self.micro_batch, self._loss_reduction)
         if factor:
-            # by micro-batch, since an optimizer may run its closure more than once; added up once per window
+            # by micro-batch, since an optimizer may run its closure more than once
             self._losses[self.micro_batch] = loss.detach()
         return factor
 
@@ -207,24 +208,9 @@ class WindowAccounting:
 
     def record(
         self, plan: WindowPlan, *, index: int, skipped_because: str | None, device: torch.device
-    ) -> UpdateRecord:
-        """What went into the update of the window in hand."""
-        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        for micro_batch, loss in self._losses.items():
-            # cast, scaled and added in one kernel
-            loss_sum = loss_sum.add(loss, alpha=plan.loss_weight(micro_batch, self._loss_reduction))
-        return UpdateRecord(
-            index=index,
-            num_tokens=plan.num_tokens,
-            micro_batches=plan.micro_batches,
-            world_size=plan.world_size,
-            tokens_min=plan.tokens_min,
-            tokens_max=plan.tokens_max,
-            loss_sum=loss_sum,
-            applied=skipped_because is None,
-            skipped_because=skipped_because,
-            padded_micro_batches=plan.padded_micro_batches,
-        )
+    ) -> Callable[[], UpdateRecord]:
+        """What went into the update of the window in hand; its losses are added up where somebody asks."""
+        return partial(_record, plan, self._losses, self._loss_reduction, index, skipped_because, device)
 
     def audit(self, output: Any, *, batch_idx: int, accumulate: int, update: int) -> None:
         """Compare the count that the loss of the micro-batch in hand was made with to the one counted ahead.
@@ -261,6 +247,32 @@ class WindowAccounting:
         """What ranks have to say, in one text that is the same on all of them; empty where nobody has."""
         reasons = self.exchange.gather_objects(reason)
         return " ".join(f"Rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
+
+
+def _record(
+    plan: WindowPlan,
+    losses: Mapping[int, Tensor],
+    loss_reduction: LossReduction,
+    index: int,
+    skipped_because: str | None,
+    device: torch.device,
+) -> UpdateRecord:
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    for micro_batch, loss in losses.items():
+        # cast, scaled and added in one kernel
+        loss_sum = loss_sum.add(loss, alpha=plan.loss_weight(micro_batch, loss_reduction))
+    return UpdateRecord(
+        index=index,
+        num_tokens=plan.num_tokens,
+        micro_batches=plan.micro_batches,
+        world_size=plan.world_size,
+        tokens_min=plan.tokens_min,
+        tokens_max=plan.tokens_max,
+        loss_sum=loss_sum,
+        applied=skipped_because is None,
+        skipped_because=skipped_because,
+        padded_micro_batches=plan.padded_micro_batches,
+    )
 
 
 def _count_problem(counted: Count, returned: Any) -> str | None:

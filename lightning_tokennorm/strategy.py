@@ -131,6 +131,7 @@ class TokenNormDDP(DDPStrategy):
         self._uneven = uneven
         self._audit = audit
         self._last_update: UpdateRecord | None = None
+        self._make_last_update: Callable[[], UpdateRecord] | None = None
         self._optimizer_stepped = False
         self._ran_backward = False
         self._scale = ConstantScale()
@@ -159,6 +160,8 @@ class TokenNormDDP(DDPStrategy):
 
         A new one is there when ``on_train_batch_end`` runs for the last micro-batch of a window.
         """
+        if self._make_last_update is not None:
+            self._last_update, self._make_last_update = self._make_last_update(), None
         return self._last_update
 
     @property
@@ -199,7 +202,7 @@ class TokenNormDDP(DDPStrategy):
         self._undo_at_teardown.append(_compat.replace_fetcher(trainer, self._new_fetcher, self._agree_on_length))
         if self.optimizers:
             self._undo_at_teardown.append(self.optimizers[0].register_step_post_hook(self._note_step).remove)
-        self._last_update = self._left_off_at = None
+        self._last_update = self._make_last_update = self._left_off_at = None
         self._ran_backward = self._got_sigterm = False
         if self.agree_on_sigterm:
             self._undo_at_teardown.append(_compat.defer_sigterm(trainer, self._note_sigterm))
@@ -455,7 +458,7 @@ class TokenNormDDP(DDPStrategy):
                 skipped_because = "the gradients are not finite: the scaler skipped it"
         if self._fetcher is not None:
             self._fetcher.stepped = True
-        self._last_update = self._windows.record(
+        self._make_last_update = self._windows.record(
             plan, index=self._update_index, skipped_because=skipped_because, device=self.root_device
         )
         return result

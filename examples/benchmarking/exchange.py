@@ -1,8 +1,13 @@
-"""The mode `exchange`: the latency of the one exchange per window over the number of ranks."""
+"""The mode `exchange`: the one exchange per window over the number of ranks.
+
+Measured are its latency, with every rank waiting for it, and what it costs the host where it runs ahead, as in
+training: a rank sends, does something else for as long as a micro-batch takes, and receives.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +23,8 @@ from lightning_tokennorm.window import RankReport
 
 PREDICTED_RANKS = (1_000, 10_000)
 WARM_UP_CALLS = 5
+MICRO_BATCH_S = 0.02
+"""What a rank does between sending and receiving, in seconds."""
 
 
 def run(preset: Preset, ranks: Ranks) -> dict[str, Any]:
@@ -27,42 +34,53 @@ def run(preset: Preset, ranks: Ranks) -> dict[str, Any]:
     (world_size,) = ranks.world_sizes([max(preset.exchange_ranks)])
     sizes = [size for size in preset.exchange_ranks if size <= world_size]
     times, collectives = ranks.run(measure, world_size, sizes, preset)[0]
-    rows = [{"world_size": size, "latency_us": spread(times[size])} for size in sizes]
+    rows = [{"world_size": size, **{name: spread(each) for name, each in times[size].items()}} for size in sizes]
     return {"rows": rows, "collectives": collectives, "model": fit_model(rows, usable_cores())}
 
 
 def measure(place: Place, sizes: Sequence[int], preset: Preset) -> Any:
-    """Latencies of this rank in microseconds by number of ranks, and the collectives of one exchange."""
+    """Times of this rank in microseconds by number of ranks and kind, and the collectives of one exchange."""
     exchanges = {}
     for size in sizes:
         group = dist.new_group(range(size), backend="gloo")
         if place.rank < size:
             exchanges[size] = WindowExchange(group)
     report = RankReport(num_tokens=3228, micro_batches=8, accumulate=8)
-    times: dict[int, list[float]] = {size: [] for size in sizes}
+    times: dict[int, dict[str, list[float]]] = {size: defaultdict(list) for size in sizes}
     for number in range(preset.rounds):
         if place.rank == 0:
             print(f"[exchange] round {number + 1} of {preset.rounds}", flush=True)
         for size in sizes:
             dist.barrier()  # those who are not in the group wait, and leave their core to those who are
-            if size in exchanges:
-                times[size] += latencies_us(exchanges[size], report, preset.exchange_calls)
+            if size not in exchanges:
+                continue
+            for _ in range(WARM_UP_CALLS):
+                time_exchange(exchanges[size], report, 0.0)
+            for _ in range(preset.exchange_calls):
+                sent, received = time_exchange(exchanges[size], report, 0.0)
+                times[size]["latency_us"].append(sent + received)
+            for _ in range(preset.exchange_calls // 3):
+                time.sleep(MICRO_BATCH_S)
+                sent, received = time_exchange(exchanges[size], report, MICRO_BATCH_S)
+                times[size]["send_us"].append(sent)
+                times[size]["receive_us"].append(received)
     with CollectiveCounter() as counter:
         counter.mark()
         exchanges[max(exchanges)].send(report)
         counter.mark()
-    return times, counter.last_window()
+    return {size: dict(each) for size, each in times.items()}, counter.last_window()
 
 
-def latencies_us(exchange: WindowExchange, report: RankReport, calls: int) -> list[float]:
-    """Microseconds of each call, one after the other."""
-    times = []
-    for _ in range(WARM_UP_CALLS + calls):
-        start = time.perf_counter()
-        exchange.send(report)
-        exchange.receive()
-        times.append(1e6 * (time.perf_counter() - start))
-    return times[WARM_UP_CALLS:]
+def time_exchange(exchange: WindowExchange, report: RankReport, meanwhile_s: float) -> tuple[float, float]:
+    """Microseconds of sending, and of receiving so many seconds later."""
+    started = time.perf_counter()
+    exchange.send(report)
+    sent = time.perf_counter()
+    if meanwhile_s:
+        time.sleep(meanwhile_s)
+    waits = time.perf_counter()
+    exchange.receive()
+    return 1e6 * (sent - started), 1e6 * (time.perf_counter() - waits)
 
 
 def fit_model(rows: Sequence[dict[str, Any]], cores: int) -> dict[str, Any]:

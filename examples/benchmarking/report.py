@@ -169,10 +169,15 @@ def loader_table(result: dict[str, Any]) -> str:
 
 
 def exchange_tables(result: dict[str, Any]) -> str:
-    """Latencies, and what they predict."""
+    """Latencies and what they predict; what is left of them where the exchange runs ahead."""
+    kinds = {
+        "latency_us": "latency in us",
+        "send_us": "to send, us",
+        "receive_us": "to receive a micro-batch later, us",
+    }
     measured = table(
-        ["W", "latency in us"],
-        [[row["world_size"], with_spread(row["latency_us"], ".0f")] for row in result["rows"]],
+        ["W", *kinds.values()],
+        [[row["world_size"], *(with_spread(row[kind], ".0f") for kind in kinds)] for row in result["rows"]],
     )
     model = result["model"]
     predicted = table(

@@ -117,6 +117,7 @@ def test_gradients_against_float64(results: dict[str, Any], accumulate: int) -> 
 def test_the_exchange(results: dict[str, Any]) -> None:
     result = results["modes"]["exchange"]
     assert [row["world_size"] for row in result["rows"]] == list(QUICK.exchange_ranks)
+    assert all(row[kind]["median"] > 0 for row in result["rows"] for kind in ("latency_us", "send_us", "receive_us"))
     (sent,) = result["collectives"]
     assert (sent["op"], sent["count"]) == ("allgather", 1)
     assert 0 < sent["bytes"] <= MAX_BYTES
