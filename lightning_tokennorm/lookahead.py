@@ -171,12 +171,11 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         if self.fetched >= self._agreed_length():
             self.done = True
             return
-        ended = not self._ahead and self._failure is None
-        if ended and self._stand_in is None:
+        if not self._ahead and self._stand_in is None:
             self._stand_in = _copy(batch)  # before the step that may change it
         self._report(accumulate)
         # a rank that has more itself need not wait to know that the epoch goes on
-        self.done = ended and not self._goes_on()
+        self.done = not self._ahead and not self._goes_on()
 
     def _report(self, accumulate: int) -> None:
         size = self._size(accumulate)

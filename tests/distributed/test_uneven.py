@@ -249,15 +249,39 @@ class PopsItsLabels(Counts):
         return batch  # in place all the way
 
 
-def fit_with_changed_batches(rank: int, world_size: int) -> list[float]:
+def fit_with_changed_batches(rank: int, world_size: int, lengths: list[int]) -> list[float]:
     module = PopsItsLabels()
     trainer = rig.make_trainer(world_size, strategy=TokenNormDDP(), accumulate_grad_batches=2)
-    trainer.fit(module, DataLoader(rig.Stream([(1, 1)] * (5 if rank else 1)), batch_size=None))
+    trainer.fit(module, DataLoader(rig.Stream([(1, 1)] * lengths[rank]), batch_size=None))
     return module.gradients
 
 
-def test_a_step_that_changes_its_batch_can_be_padded() -> None:
-    assert run_ranks(fit_with_changed_batches, 2) == [[1.0] * 3] * 2
+@pytest.mark.parametrize("fewer", [1, 2], ids=["inside a window", "at an edge"])
+def test_a_step_that_changes_its_batch_can_be_padded(fewer: int) -> None:
+    assert run_ranks(fit_with_changed_batches, 2, [fewer, 5]) == [[1.0] * 3] * 2
+
+
+class Breaks(Nones):
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+        raise OSError("the disk is gone")
+
+
+def fit_with_broken_loader(rank: int, world_size: int) -> tuple[str, list[float]]:
+    module = Counts()
+    trainer = rig.make_trainer(world_size, strategy=TokenNormDDP(), accumulate_grad_batches=3)
+    kind = Breaks if rank == world_size - 1 else Nones
+    with pytest.raises(TokenNormError) as caught:
+        trainer.fit(module, kind(R1[rank]))
+    return str(caught.value), module.gradients
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loader_that_fails_where_a_window_ends(world_size: int) -> None:
+    # where the data of the other rank ends: neither takes it for the end of the epoch
+    for error, gradients in run_ranks(fit_with_broken_loader, world_size):
+        assert f"Rank {world_size - 1}: OSError: the disk is gone" in error
+        assert len(gradients) == 1
 
 
 def fit_and_tell(rank: int, world_size: int) -> int:
