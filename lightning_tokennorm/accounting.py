@@ -1,7 +1,7 @@
 """Leads one rank through its accumulation windows: agree, scale, audit, record.
 
 It knows the algebra and the exchange but no Trainer, no strategy and no DDP: whoever trains calls `report_window` as
-soon as a coming window's counts are there, `start_window` before its first micro-batch, `start_micro_batch` before
+soon as a coming window's batches are there, `start_window` before its first micro-batch, `start_micro_batch` before
 each, `factor` before each backward and `record` at the end.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
-from lightning_tokennorm.counting import Count, check_count, to_host
+from lightning_tokennorm.counting import Count, TokenCounter, check_count, to_host
 from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.exchange import WindowExchange
 from lightning_tokennorm.window import LossReduction, RankReport, UpdateRecord, WindowPlan, disagreement, total
@@ -26,6 +26,7 @@ class WindowAccounting:
 
     Args:
         exchange: Between the ranks over which gradients are reduced.
+        count_tokens: Counts the supervised tokens of a batch.
         loss_reduction: What the training step returns.
         on_empty: What a window without a token is: ``"skip"`` or ``"error"``.
         uneven: What ranks are whose data ends before the others': ``"pad"`` or ``"error"``.
@@ -35,6 +36,7 @@ class WindowAccounting:
     def __init__(
         self,
         exchange: WindowExchange,
+        count_tokens: TokenCounter,
         *,
         loss_reduction: LossReduction,
         on_empty: Literal["skip", "error"],
@@ -42,6 +44,7 @@ class WindowAccounting:
         averaged: bool,
     ) -> None:
         self.exchange = exchange
+        self._count_tokens = count_tokens
         self._loss_reduction: LossReduction = loss_reduction
         self._on_empty = on_empty
         self._pad = uneven == "pad"
@@ -66,7 +69,7 @@ class WindowAccounting:
 
     def report_window(
         self,
-        counts: Sequence[Count | Tensor],
+        batches: Sequence[Any],
         accumulate: int,
         *,
         failure: Exception | None = None,
@@ -76,19 +79,21 @@ class WindowAccounting:
         """Tell the other ranks what this one has for a coming window. Waits for nobody; every rank has to call this.
 
         Args:
-            counts: This rank's counts, one per micro-batch; empty at the end of its data.
+            batches: This rank's batches, one per micro-batch and ``None`` for one without data; empty at the end of
+                its data. They are counted here, in a row: after a forward the first count costs more than the others.
             accumulate: ``K``, by which each loss will be divided.
-            failure: What went wrong on this rank while reading or counting.
+            failure: What went wrong on this rank while reading.
             borrows: Whether this rank has no batch on which it could run a micro-batch that has no data.
             sigterm: Whether this rank was asked to end.
         """
         tokens: tuple[Count, ...] = ()
         try:
+            counts = [0 if batch is None else check_count(self._count_tokens(batch)) for batch in batches]
             tokens = to_host(counts)
-        except ValueError as error:
-            failure = failure or error
+        except Exception as error:  # to be raised when the window comes, by all ranks together
+            failure = error
         self._reported_tokens, self._reported_failure = tokens, failure
-        self.exchange.send(RankReport(total(tokens), len(counts), accumulate, failure is not None, borrows, sigterm))
+        self.exchange.send(RankReport(total(tokens), len(batches), accumulate, failure is not None, borrows, sigterm))
 
     def goes_on(self) -> bool:
         """Whether some rank has reported anything but the end of its data: waits for all reports."""

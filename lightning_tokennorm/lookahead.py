@@ -1,7 +1,7 @@
 """Reads the micro-batches of the coming window without consuming them.
 
 The fetcher below takes the place of the fit loop's own. It serves the same batches in the same order, but reads ahead:
-at the start of a window the counts of all its micro-batches are known. It rolls: each micro-batch served reads one
+at the start of a window all its micro-batches are known. It rolls: each micro-batch served reads one
 more, so at most ``K`` wait on the host (none on a device), and a loader that is as slow as the compute is never asked
 for a whole window at once. So a window is known, and reported to the other ranks, when the last micro-batch of the one
 before is served: their reports arrive while that one is trained on.
@@ -17,21 +17,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any
 
 from lightning_tokennorm import _compat
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
-class _Read(Generic[T]):
+class _Read:
     """A micro-batch that was read ahead."""
 
     item: Any
     """What Lightning's loops expect: the batch, its index and its loader's."""
-    count: T | Literal[0]
-    """Its supervised tokens."""
     states: list[Any]
     """The states of stateful loaders from before it was read."""
 
@@ -40,15 +36,14 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
     """Serves the training batches of an epoch, window by window.
 
     Args:
-        count: Counts the supervised tokens of a batch that has just been read.
         accumulate: Returns ``K``; asked at every micro-batch, since callbacks change it.
         length: Returns the number of micro-batches of the epoch that ranks have agreed on; infinite where some rank's
             is not known.
         report_window: Called with what this rank has for the coming window as soon as that is known, also at the end of
             the data unless `length` tells, and on every rank alike: the place to start an exchange. Called anew where
-            ``K`` has changed before the window starts. Arguments: the counts, one per micro-batch and none at the end
-            of the data; ``K``; what went wrong while reading or counting a micro-batch of the window; whether there is
-            no batch that could stand in for one that is missing.
+            ``K`` has changed before the window starts. Arguments: the batches, none at the end of the data; ``K``; what
+            went wrong while reading a batch of the window; whether there is no batch that could stand in for one that
+            is missing.
         goes_on: Waits for the reports of all ranks, and returns whether some rank has more; called on ranks that have
             none.
         start_window: Called before the window's first micro-batch is served, with a batch that could be lent to another
@@ -63,16 +58,15 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
     def __init__(
         self,
         *,
-        count: Callable[[Any], T],
         accumulate: Callable[[], int],
         length: Callable[[], float],
-        report_window: Callable[[Sequence[T | Literal[0]], int, Exception | None, bool], None],
+        report_window: Callable[[Sequence[Any], int, Exception | None, bool], None],
         goes_on: Callable[[], bool],
         start_window: Callable[[Any], tuple[int, Any]],
         start_micro_batch: Callable[[int, bool], None],
         ended: bool = False,
     ) -> None:
-        self._ahead: deque[_Read[T]] = deque()
+        self._ahead: deque[_Read] = deque()
         self._states_at_window: list[Any] = []
         self._failure: Exception | None = None
         self._stand_in: Any = None
@@ -84,7 +78,6 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         """Whether the optimizer has stepped on the window in hand; to be set by whoever steps."""
         self._reported_for: int | None = None  # the K that the next window was reported with
         super().__init__()
-        self._count = count
         self._accumulate = accumulate
         self._agreed_length = length
         self._report_window = report_window
@@ -179,11 +172,11 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
 
     def _report(self, accumulate: int) -> None:
         size = self._size(accumulate)
-        counts = tuple(read.count for read in islice(self._ahead, size))
+        batches = [read.item[0] for read in islice(self._ahead, size)]
         # a failure beyond the window is a matter of the next one
-        failure = self._failure if len(counts) < size else None
+        failure = self._failure if len(batches) < size else None
         borrows = self._stand_in is None and all(read.item[0] is None for read in self._ahead)
-        self._report_window(counts, accumulate, failure, borrows)
+        self._report_window(batches, accumulate, failure, borrows)
         self._reported_for = accumulate
 
     def _size(self, accumulate: int) -> int:
@@ -208,14 +201,7 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
             except Exception as error:  # to be raised when its window comes, by all ranks together
                 self._failure = error
             else:
-                self._append(item, states)
-
-    def _append(self, item: Any, states: list[Any]) -> None:
-        batch, _, _ = item
-        try:
-            self._ahead.append(_Read(item, 0 if batch is None else self._count(batch), states))
-        except Exception as error:
-            self._failure = error
+                self._ahead.append(_Read(item, states))
 
 
 def _copy(batch: Any) -> Any:

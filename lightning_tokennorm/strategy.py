@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_tokennorm import _compat, resume
 from lightning_tokennorm.accounting import WindowAccounting
 from lightning_tokennorm.comm_hooks import HookReduces, what_hook_leaves
-from lightning_tokennorm.counting import Count, SupervisedTokens, TokenCounter, check_count
+from lightning_tokennorm.counting import SupervisedTokens, TokenCounter
 from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.exchange import WindowExchange, is_of_a_collective
 from lightning_tokennorm.grad_scaler import ConstantScale, unscaled_before_step
@@ -219,6 +219,7 @@ class TokenNormDDP(DDPStrategy):
     def _new_windows(self, exchange: WindowExchange) -> WindowAccounting:
         return WindowAccounting(
             exchange,
+            self._count_tokens,
             loss_reduction=self._loss_reduction,
             on_empty=self._on_empty,
             uneven=self._uneven,
@@ -229,10 +230,10 @@ class TokenNormDDP(DDPStrategy):
         trainer = self._trainer
         assert trainer is not None
 
-        def report_window(
-            counts: Sequence[Count | Tensor], accumulate: int, failure: Exception | None, borrows: bool
-        ) -> None:
-            self._windows.report_window(counts, accumulate, failure=failure, borrows=borrows, sigterm=self._got_sigterm)
+        def report_window(batches: Sequence[Any], accumulate: int, failure: Exception | None, borrows: bool) -> None:
+            self._windows.report_window(
+                batches, accumulate, failure=failure, borrows=borrows, sigterm=self._got_sigterm
+            )
 
         def start_window(batch: Any) -> tuple[int, Any]:
             _compat.align_logged_step(trainer)
@@ -245,7 +246,6 @@ class TokenNormDDP(DDPStrategy):
             return (0 if plan is None else plan.micro_batches), self._windows.lent_batch
 
         self._fetcher = fetcher = LookaheadFetcher(
-            count=lambda batch: check_count(self._count_tokens(batch)),
             accumulate=lambda: self._accumulate,
             length=lambda: trainer.fit_loop.max_batches,
             report_window=report_window,

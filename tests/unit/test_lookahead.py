@@ -29,7 +29,7 @@ class Source:
 
 @dataclass
 class Report:
-    counts: tuple[int, ...]
+    batches: list[int]
     failure: Exception | None
     borrows: bool
 
@@ -42,23 +42,22 @@ class Alone:
         self.reports: list[Report] = []
         self.windows: list[Report] = []
 
-    def report_window(self, counts: tuple[int, ...], accumulate: int, failure: Exception | None, borrows: bool) -> None:
+    def report_window(self, batches: list[int], accumulate: int, failure: Exception | None, borrows: bool) -> None:
         assert accumulate == self.accumulate
-        self.reports.append(Report(counts, failure, borrows))
+        self.reports.append(Report(batches, failure, borrows))
 
     def goes_on(self) -> bool:
-        return bool(self.reports[-1].counts)
+        return bool(self.reports[-1].batches)
 
     def start_window(self, batch: int | None) -> tuple[int, None]:
         self.windows.append(self.reports[-1])
-        return len(self.reports[-1].counts), None
+        return len(self.reports[-1].batches), None
 
 
 def open_fetcher(source: Source, rank: Alone) -> LookaheadFetcher:
     loader = CombinedLoader(source, "max_size_cycle")
     loader.limits = [float("inf")]
     fetcher = LookaheadFetcher(
-        count=lambda batch: batch * 10,
         accumulate=lambda: rank.accumulate,
         length=lambda: float("inf") if fetcher.length is None else fetcher.length,
         report_window=rank.report_window,
@@ -88,12 +87,11 @@ def test_windows_partition_the_epoch(sized: bool, length: int, accumulate: int) 
                 next(fetcher)
         assert fetcher.done
         assert served == list(range(length))
-        chunks = [tuple(range(start, min(start + accumulate, length))) for start in range(0, length, accumulate)]
-        counts = [tuple(10 * i for i in chunk) for chunk in chunks]
-        assert [window.counts for window in rank.windows if window.counts] == counts
+        chunks = [list(range(start, min(start + accumulate, length))) for start in range(0, length, accumulate)]
+        assert [window.batches for window in rank.windows if window.batches] == chunks
         # a length tells where the epoch ends, a stream's end has to be reported
-        ends = [()] if not sized or not length else []
-        assert [report.counts for report in rank.reports] == counts + ends
+        ends: list[list[int]] = [[]] if not sized or not length else []
+        assert [report.batches for report in rank.reports] == chunks + ends
         assert all(report.borrows == (length == 0) for report in rank.reports)
         iter(fetcher)
 
@@ -124,14 +122,14 @@ def test_a_window_is_reported_anew_where_accumulation_has_changed() -> None:
     fetcher = open_fetcher(Source(9, True), rank)
     for _ in range(4):
         next(fetcher)
-    assert rank.reports[-1].counts == (40, 50)
+    assert rank.reports[-1].batches == [4, 5]
     rank.accumulate = 3  # micro-batches 4 and 5 complete a multiple of 3
     next(fetcher)
-    assert rank.windows[-1].counts == (40, 50)
+    assert rank.windows[-1].batches == [4, 5]
     assert len(rank.reports) == 4
     for _ in range(4):
         next(fetcher)
-    assert rank.windows[-1].counts == (60, 70, 80)
+    assert rank.windows[-1].batches == [6, 7, 8]
     assert len(rank.reports) == 5
     assert fetcher.done
 
@@ -144,7 +142,7 @@ def test_length_that_promises_too_much() -> None:
     while not fetcher.done:
         served.append(next(fetcher)[0])
     assert served == [0, 1, 2, 3, 4]
-    assert [len(window.counts) for window in rank.windows] == [3, 2]
+    assert [len(window.batches) for window in rank.windows] == [3, 2]
 
 
 def test_length_that_promises_too_little() -> None:
@@ -163,5 +161,5 @@ def test_failure_is_reported_with_its_window() -> None:
         assert not fetcher.done
     assert rank.windows[0].failure is None
     next(fetcher)
-    assert rank.windows[1].counts == (30,)
+    assert rank.windows[1].batches == [3]
     assert isinstance(rank.windows[1].failure, OSError)
