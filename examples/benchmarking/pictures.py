@@ -66,13 +66,15 @@ def loader(result: dict[str, Any], path: Path) -> None:
 
 
 def exchange(result: dict[str, Any], path: Path) -> None:
-    """Latency over the number of ranks."""
+    """Latency over the number of ranks, and what is left of it where the exchange runs ahead."""
     figure, axes = _panels(1, "one exchange, all ranks on this machine")
     sizes = [row["world_size"] for row in result["rows"]]
     low, middle, high = zip(*(_three(row["latency_us"]) for row in result["rows"]), strict=True)
     axes[0].fill_between(sizes, low, high, alpha=0.25, label="quartiles")
     axes[0].plot(sizes, middle, "o-", label="median")
     axes[0].plot(sizes, result["model"]["fitted_us"], "--", label=result["model"]["formula"])
+    for kind, label in (("send_us", "to send"), ("receive_us", "to receive a micro-batch later")):
+        axes[0].plot(sizes, [row[kind]["median"] for row in result["rows"]], "s:", label=label)
     axes[0].set(xlabel="ranks W", ylabel="microseconds", yscale="log")
     axes[0].grid(alpha=0.3)
     _save(figure, path)
