@@ -8,7 +8,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -70,7 +70,7 @@ def run_ranks(
                 if process.is_alive():
                     process.kill()
                 process.join()
-        return [_read_result(Path(folder), rank, process.exitcode) for rank, process in enumerate(ranks)]
+        return _read_results(Path(folder), [process.exitcode for process in ranks])
 
 
 def _wait(ranks: list[Any], timeout_s: float) -> None:
@@ -81,28 +81,36 @@ def _wait(ranks: list[Any], timeout_s: float) -> None:
         raise TimeoutError(f"ranks {late} of {len(ranks)} did not end within {timeout_s} s")
 
 
-def _read_result(folder: Path, rank: int, exitcode: int | None) -> Any:
-    path = folder / f"rank{rank}.pickle"
-    if not path.exists():
-        raise RankError(f"rank {rank} ended without a result, exit code {exitcode}")
-    ok, value = pickle.loads(path.read_bytes())
-    if not ok:
-        raise RankError(f"rank {rank} raised\n{value}")
-    return value
+def _read_results(folder: Path, exitcodes: Sequence[int | None]) -> list[Any]:
+    results, failures = [], []
+    for rank, exitcode in enumerate(exitcodes):
+        path = folder / f"rank{rank}.pickle"
+        if not path.exists():
+            failures.append(f"rank {rank} ended without a result, exit code {exitcode}")
+            continue
+        ok, value = pickle.loads(path.read_bytes())
+        if ok:
+            results.append(value)
+        else:
+            failures.append(f"rank {rank} raised\n{value}")
+    if failures:  # all of them: the first rank's may be no more than that another one has gone
+        raise RankError("\n".join(failures))
+    return results
 
 
 def _rank_main(folder: str, rank: int, world_size: int, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)  # tells Lightning that this process is one of the ranks already
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
-    )
     try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+        )
+        dist.barrier()  # none may have ended while another one still connects to it
         result = (True, body(rank, world_size, *args))
     except BaseException:
         result = (False, traceback.format_exc())

@@ -27,7 +27,9 @@ def test_results_come_from_that_many_processes() -> None:
 def fail(rank: int, world_size: int, how: str) -> None:
     if rank == 1 and how == "raises":
         raise ValueError("rank one is broken")
-    if rank == 1 and how == "dies":
+    if rank == 0 and how == "all fail":
+        raise ValueError("rank zero is broken")
+    if rank == 1 and how in ("dies", "all fail"):
         os._exit(3)
     if rank == 1 and how == "hangs":
         time.sleep(60)
@@ -38,6 +40,7 @@ def fail(rank: int, world_size: int, how: str) -> None:
     [
         ("raises", RankError, "rank one is broken"),
         ("dies", RankError, "rank 1 ended without a result, exit code 3"),
+        ("all fail", RankError, "rank 0 raised\n(.*\n)*.*rank zero is broken\n+rank 1 ended without a result"),
         ("hangs", TimeoutError, "ranks \\[1\\] of 2"),
     ],
 )
