@@ -6,14 +6,16 @@ and ``tokennorm_ddp_notebook``.
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_tokennorm import _compat
 from lightning_tokennorm.callbacks import TokenMeanMetric
 from lightning_tokennorm.counting import SupervisedTokens
 from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.metric import TokenMean
-from lightning_tokennorm.strategy import TokenNormDDP
+from lightning_tokennorm.strategies import TokenNormDDP
 from lightning_tokennorm.window import UpdateRecord
 
 __all__ = ["SupervisedTokens", "TokenMean", "TokenMeanMetric", "TokenNormDDP", "TokenNormError", "UpdateRecord"]
 __version__ = "0.1.0"
 
 TokenNormDDP.register_strategies(StrategyRegistry)
+_compat.warn_of_other_namespace()

@@ -5,6 +5,9 @@ A name that moved raises an error that says which one, so that a new Lightning r
 
 from __future__ import annotations
 
+import signal
+import sys
+import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from importlib.metadata import version
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops import fetchers
 from lightning.pytorch.loops import fit_loop as fit_loop_module
 from lightning.pytorch.overrides import distributed
@@ -82,6 +86,7 @@ def replace_fetcher(
         "sized_len": lambda loader: agree_on_length(sized_len(loader)),
     }
     theirs = {name: _private(fit_loop_module, name) for name in ours}
+    load_states = _private(fit_loop, "_load_combined_loader_states")
 
     def setup_data_with_ours() -> None:
         vars(fit_loop_module).update(ours)
@@ -89,6 +94,11 @@ def replace_fetcher(
             setup_data()
         finally:
             vars(fit_loop_module).update(theirs)
+        loaders = _private(fit_loop, "_combined_loader")
+        if loaders is not None and fit_loop.restarting and _private(fit_loop, "_combined_loader_states_to_load"):
+            # They were set up before the checkpoint was read, for a hook that asked for their lengths.
+            load_states()
+            iter(_private(fit_loop, "_data_fetcher"))
 
     def restore() -> None:
         fit_loop.__dict__.pop("setup_data", None)
@@ -135,6 +145,31 @@ def defer_sigterm(trainer: pl.Trainer, note: Callable[[], None]) -> Callable[[],
     return restore
 
 
+def defer_requeue(trainer: pl.Trainer, note: Callable[[], None]) -> Callable[[], None]:
+    """Leave it to the ranks together when a job saves and is requeued.
+
+    On a SLURM cluster Lightning saves a checkpoint inside the handler of the signal that comes before the job's end,
+    which ranks get at different times; until `save_and_requeue` it is only noted here.
+
+    Args:
+        trainer: The Trainer, before it registers its signal handlers.
+        note: Called in the signal handler.
+
+    Returns:
+        A function that takes the change back.
+    """
+    connector = _private(trainer, "_signal_connector")
+    _private(connector, "_slurm_sigusr_handler_fn")
+    connector._slurm_sigusr_handler_fn = lambda signum, frame: note()  # which Lightning registers
+    return lambda: connector.__dict__.pop("_slurm_sigusr_handler_fn", None)
+
+
+def save_and_requeue(trainer: pl.Trainer) -> None:
+    """Do what Lightning does on a SLURM cluster's signal before the job's end; called by all ranks together."""
+    connector = _private(trainer, "_signal_connector")
+    _private(type(connector), "_slurm_sigusr_handler_fn")(connector, signal.SIGUSR1, None)
+
+
 def end_by_sigterm(trainer: pl.Trainer) -> NoReturn:
     """End the training as Lightning does on a SIGTERM; called by all ranks together."""
     _private(trainer, "_signal_connector").received_sigterm = True
@@ -147,15 +182,13 @@ def stateful_loaders(fetcher: Any) -> list[Any]:
     return [] if combined is None else [each for each in combined.flattened if isinstance(each, _Stateful)]
 
 
-def rewind_checkpoint(
-    checkpoint: dict[str, Any], states: list[Any], micro_batches: int, *, stream_has_ended: bool
-) -> None:
+def rewind_checkpoint(checkpoint: dict[str, Any], states: list[Any], edge: int, *, stream_has_ended: bool) -> None:
     """Change a checkpoint's loops so that a run resumes some micro-batches earlier.
 
     Args:
         checkpoint: The checkpoint, before it is written; it `has_progress`.
         states: The loaders' states from before the first batch to train on; empty where they start afresh.
-        micro_batches: By how many batches the progress is behind what Lightning has counted.
+        edge: How many micro-batches of the epoch are done.
         stream_has_ended: Whether a loader of unknown length is at its end. Lightning goes on with the next epoch then,
             but would count its batches from where the last one ended, and so cut its windows elsewhere.
     """
@@ -163,9 +196,10 @@ def rewind_checkpoint(
     set_loader_states(checkpoint, states)
     progress = loops["epoch_loop.batch_progress"]
     torn = progress["current"]["processed"] < progress["current"]["ready"]
+    undone = progress["current"]["ready"] - edge
     for counts, behind in (
-        (progress["current"], progress["current"]["ready"] if stream_has_ended else micro_batches),
-        (progress["total"], micro_batches),
+        (progress["current"], progress["current"]["ready"] if stream_has_ended else undone),
+        (progress["total"], undone),
     ):
         ready = counts["ready"]
         for name in counts:
@@ -204,6 +238,73 @@ def align_logged_step(trainer: pl.Trainer) -> None:
     """
     _private(trainer.fit_loop.epoch_loop, "_batches_that_stepped")
     trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+
+
+def trainer_of(module: Any) -> pl.Trainer | None:
+    """The Trainer that a module is attached to, if any."""
+    trainer: pl.Trainer | None = getattr(module, "_trainer", None)
+    return trainer
+
+
+def forget_loaders(trainer: pl.Trainer) -> None:
+    """Let the fit loop set its loaders up anew."""
+    _private(trainer.fit_loop, "_combined_loader")
+    trainer.fit_loop._combined_loader = None
+
+
+def describe_accumulation(trainer: pl.Trainer) -> str:
+    """``K``, or how it is scheduled."""
+    schedules = [c.scheduling for c in _private(trainer, "callbacks") if isinstance(c, GradientAccumulationScheduler)]
+    return str(schedules[0]) if schedules else str(trainer.accumulate_grad_batches)
+
+
+def warn_of_other_namespace() -> None:
+    """Warn where `pytorch_lightning` is imported: its Trainer does not take what is made for `lightning`."""
+    if "pytorch_lightning" in sys.modules:
+        warnings.warn(
+            "`pytorch_lightning` is imported beside `lightning`. They are two packages with the same classes, and a"
+            " `pytorch_lightning.Trainer` does not accept the strategies and callbacks of `lightning_tokennorm`"
+            " ('invalid strategy name'): use `from lightning.pytorch import Trainer, LightningModule`.",
+            stacklevel=4,
+        )
+
+
+def skips_backward(trainer: pl.Trainer) -> bool:
+    """Whether the fit loop runs forwards only."""
+    return bool(_private(trainer.fit_loop, "_skip_backward"))
+
+
+def micro_batches_done(trainer: pl.Trainer) -> int:
+    """Micro-batches of the epoch that have been trained on, each to its end; -1 while one is in hand.
+
+    A batch that a hook has refused (`on_train_batch_start` returned -1) counts as one in hand.
+    """
+    counts: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return counts.ready if counts.ready == counts.started == counts.processed else -1
+
+
+def remember_logged(trainer: pl.Trainer) -> Callable[[], None]:
+    """Remember what the step in hand has logged so far, with `LightningModule.log`.
+
+    Returns:
+        A function that takes back what has been logged since: values are as before, and keys that are new weigh
+        nothing. Keys stay, since ranks that log the same keys exchange them at the end of an epoch.
+    """
+    results = _private(trainer, "_results")
+    if results is None:
+        return lambda: None
+    before = {key: dict(vars(metric)) for key, metric in results.items()}
+
+    def restore() -> None:
+        for key, metric in results.items():
+            logged = not metric.has_reset
+            if key in before:
+                vars(metric).update(before[key])
+            elif metric.is_tensor:
+                metric.reset()
+            metric.has_reset = not logged
+
+    return restore
 
 
 def is_accumulating(trainer: pl.Trainer) -> bool:

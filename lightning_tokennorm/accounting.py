@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -19,6 +22,13 @@ from lightning_tokennorm.counting import Count, TokenCounter, check_count, to_ho
 from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.exchange import WindowExchange
 from lightning_tokennorm.window import LossReduction, RankReport, UpdateRecord, WindowPlan, disagreement, total
+
+FIRST_WINDOWS = 50
+"""After this many windows without a single token the training is refused: the labels cannot be right."""
+
+NOT_STEPPED = "`optimizer_step` of the module did not step the optimizer"
+NO_TOKENS = "no rank has a supervised token in this window"
+NOT_FINITE = "the gradients are not finite: the scaler skipped it"
 
 
 class WindowAccounting:
@@ -30,7 +40,7 @@ class WindowAccounting:
         loss_reduction: What the training step returns.
         on_empty: What a window without a token is: ``"skip"`` or ``"error"``.
         uneven: What ranks are whose data ends before the others': ``"pad"`` or ``"error"``.
-        averaged: Whether the reduction leaves the ranks' mean of the gradients, else their sum.
+        ranks_divided_by: By what the reduction over ranks divides the sum of their gradients; ``None`` for ``W``.
     """
 
     def __init__(
@@ -41,16 +51,22 @@ class WindowAccounting:
         loss_reduction: LossReduction,
         on_empty: Literal["skip", "error"],
         uneven: Literal["pad", "error"],
-        averaged: bool,
+        ranks_divided_by: float | None = None,
     ) -> None:
         self.exchange = exchange
         self._count_tokens = count_tokens
         self._loss_reduction: LossReduction = loss_reduction
         self._on_empty = on_empty
         self._pad = uneven == "pad"
-        self._averaged = averaged
+        self._ranks_divided_by = exchange.world_size if ranks_divided_by is None else ranks_divided_by
         # The window in hand; no plan before the first one, nor where the exchange of the next one failed.
         self._plan: WindowPlan | None = None
+        self._update = 0
+        self._losses: dict[int, tuple[Tensor, Count]] = {}
+        self._ran_backward: set[int] = set()
+        self._left_out: set[int] = set()
+        self._outcome: str | None = NOT_STEPPED
+        self._mismatches: list[str] = []
         # This rank's part of the window that was reported last.
         self._reported_tokens: tuple[Count, ...] = ()
         self._reported_failure: Exception | None = None
@@ -58,12 +74,16 @@ class WindowAccounting:
         """Index in its window of the micro-batch in hand."""
         self.stands_in = False
         """Whether the micro-batch in hand runs on a batch that stands in for one that this rank does not have."""
+        self.windows = 0
+        """Windows so far."""
+        self.empty_windows = 0
+        """Those of them in which no rank had a token."""
         self.padded_micro_batches = 0
         """Padded micro-batches of all windows so far, over all ranks."""
         self.asked_to_end = False
         """Whether some rank got a SIGTERM, as of the latest exchange."""
-        self._losses: dict[int, Tensor] = {}
-        self._mismatches: list[str] = []
+        self.asked_to_requeue = False
+        """Whether some rank got the signal before a requeue, as of the latest exchange."""
         self.lent_batch: Any = None
         """A batch of another rank for the window in hand, where a rank has none."""
 
@@ -75,6 +95,7 @@ class WindowAccounting:
         failure: Exception | None = None,
         borrows: bool = False,
         sigterm: bool = False,
+        requeue: bool = False,
     ) -> None:
         """Tell the other ranks what this one has for a coming window. Waits for nobody; every rank has to call this.
 
@@ -85,6 +106,7 @@ class WindowAccounting:
             failure: What went wrong on this rank while reading.
             borrows: Whether this rank has no batch on which it could run a micro-batch that has no data.
             sigterm: Whether this rank was asked to end.
+            requeue: Whether this rank got the signal before a requeue.
         """
         tokens: tuple[Count, ...] = ()
         try:
@@ -93,7 +115,8 @@ class WindowAccounting:
         except Exception as error:  # to be raised when the window comes, by all ranks together
             failure = error
         self._reported_tokens, self._reported_failure = tokens, failure
-        self.exchange.send(RankReport(total(tokens), len(batches), accumulate, failure is not None, borrows, sigterm))
+        refuses = failure is not None
+        self.exchange.send(RankReport(total(tokens), len(batches), accumulate, refuses, borrows, sigterm, requeue))
 
     def goes_on(self) -> bool:
         """Whether some rank has reported anything but the end of its data: waits for all reports."""
@@ -116,25 +139,49 @@ class WindowAccounting:
         self._plan = None
         reports = self.exchange.receive()
         self.asked_to_end = any(report.sigterm for report in reports)
+        self.asked_to_requeue = any(report.requeue for report in reports)
         # From here on every rank holds the same reports and decides the same.
+        if alone := [rank for rank, report in enumerate(reports) if report.meets]:
+            raise TokenNormError(
+                f"At update {update}, rank {alone[0]} saves a full checkpoint while others train. Call"
+                " `trainer.save_checkpoint` on all ranks.",
+                together=True,
+            )
         if any(report.refuses for report in reports):
             self._refuse_together(self._reported_failure, update)
         if problem := disagreement(reports, pad=self._pad):
-            raise TokenNormError(f"At update {update}, {problem}")
+            raise TokenNormError(f"At update {update}, {problem}", together=True)
         if not any(report.micro_batches for report in reports):  # the data of all ranks has ended
             return None
-        plan = WindowPlan.agreed(reports, self._reported_tokens, averaged=self._averaged)
-        if plan.num_tokens == 0 and self._on_empty == "error":
-            raise TokenNormError(
-                f"At update {update}, the window of {plan.micro_batches} micro-batches has no supervised token on any"
-                f' of {plan.world_size} ranks. Look at the labels, or use `on_empty="skip"`.'
-            )
-        self._plan = plan
+        plan = WindowPlan.agreed(reports, self._reported_tokens, ranks_divided_by=self._ranks_divided_by)
+        self.windows += 1
+        if plan.num_tokens == 0:
+            self.empty_windows += 1
+            self._refuse_empty_window(plan, update)
         self._losses = {}
+        self._ran_backward = set()
+        self._left_out = set()
+        self._outcome = NOT_STEPPED
         self._mismatches = []
         self.padded_micro_batches += plan.padded_micro_batches
         self.lent_batch = self._lend(reports, batch, update)
+        self._plan, self._update = plan, update
         return plan
+
+    def _refuse_empty_window(self, plan: WindowPlan, update: int) -> None:
+        if self._on_empty == "error":
+            raise TokenNormError(
+                f"At update {update}, the window of {plan.micro_batches} micro-batches has no supervised token on any"
+                f' of {plan.world_size} ranks. Look at the labels, or use `on_empty="skip"`.',
+                together=True,
+            )
+        if self.windows == self.empty_windows == FIRST_WINDOWS:
+            raise TokenNormError(
+                f"None of the first {FIRST_WINDOWS} windows has a single supervised token on any of {plan.world_size}"
+                " ranks, so nothing would be trained on: every label is ignored, or the counter looks for them"
+                " elsewhere. Look at one batch, and at `count_tokens`.",
+                together=True,
+            )
 
     def _lend(self, reports: Sequence[RankReport], batch: Any, update: int) -> Any:
         """A batch of the first rank that has one, where another rank has none; else ``None``."""
@@ -144,7 +191,8 @@ class WindowAccounting:
         if not lenders:
             raise TokenNormError(
                 f"At update {update}, no rank has a batch to run its forward on: the loaders yield only None. Yield"
-                " batches; one without supervised tokens contributes nothing."
+                " batches; one without supervised tokens contributes nothing.",
+                together=True,
             )
         return self.exchange.lend(batch, lenders[0])
 
@@ -157,6 +205,11 @@ class WindowAccounting:
         """
         self.micro_batch = index
         self.stands_in = stands_in
+
+    @property
+    def has_window(self) -> bool:
+        """Whether there is a window in hand, or one that has been finished and not been recorded."""
+        return self._plan is not None
 
     def window_in_hand(self, doing: str, accumulate: int) -> WindowPlan:
         """The plan of the window.
@@ -182,19 +235,65 @@ class WindowAccounting:
             )
         return plan
 
-    def factor(self, loss: Tensor, accumulate: int) -> float:
+    def num_tokens_in_hand(self) -> Count:
+        """``n``: the supervised tokens of this rank's micro-batch in hand; 0 outside a window."""
+        return 0 if self._plan is None else self._plan.tokens[self.micro_batch]
+
+    @property
+    def first_backward(self) -> bool:
+        """Whether no micro-batch of the window has run its backward yet."""
+        return not self._ran_backward
+
+    def factor(self, loss: Tensor, divided_by: int) -> float:
         """What the loss of the micro-batch in hand has to be multiplied by; 0.0 where it has no token.
 
         Args:
-            loss: The loss as it is handed over, divided by ``K``: shape ``()``. Its sum goes into the record.
-            accumulate: ``K`` as it is now.
+            loss: The loss as it is handed over: shape ``()``, or one element. Its sum goes into the record.
+            divided_by: By what the caller has divided the loss of the training step.
+
+        Raises:
+            TokenNormError: The micro-batch has run its backward before, in a window of several: its gradient would be
+                added again while the others' stay.
         """
-        plan = self.window_in_hand("`backward`", accumulate)
-        factor = plan.factor(self.micro_batch, self._loss_reduction)
+        plan = self._plan
+        assert plan is not None
+        if self.micro_batch in self._ran_backward and plan.micro_batches > 1:
+            raise TokenNormError(
+                f"The backward of micro-batch {self.micro_batch + 1} of a window of {plan.micro_batches} was run again:"
+                " the optimizer evaluates its closure several times (LBFGS, SAM), but only the last micro-batch is"
+                " run again then. Use `accumulate_grad_batches=1` with it, or another optimizer."
+            )
+        self._ran_backward.add(self.micro_batch)
+        factor = plan.factor(self.micro_batch, self._loss_reduction, divided_by)
         if factor:
             # by micro-batch, since an optimizer may run its closure more than once
-            self._losses[self.micro_batch] = loss.detach()
+            weight = plan.loss_weight(self.micro_batch, self._loss_reduction, divided_by)
+            self._losses[self.micro_batch] = (loss.detach().reshape(()), weight)
         return factor
+
+    def leave_out(self) -> None:
+        """Leave the micro-batch in hand out of the window: it adds nothing, and its tokens are not part of ``N``.
+
+        Only in a group of one, whose plan no other rank shares.
+        """
+        self._left_out.add(self.micro_batch)
+
+    def take_left_out(self) -> float:
+        """By what the window's gradients are to be multiplied, since micro-batches were left out of it.
+
+        Returns:
+            ``N`` as planned over ``N`` without them, where the plan is changed to the latter; 0.0 where no token is
+            left.
+        """
+        plan, left_out = self._plan, self._left_out
+        assert plan is not None
+        if not left_out:
+            return 1.0
+        self._left_out = set()
+        tokens = tuple(0 if index in left_out else count for index, count in enumerate(plan.tokens))
+        left = total(tokens)
+        self._plan = replace(plan, tokens=tokens, num_tokens=left, tokens_min=left, tokens_max=left)
+        return plan.num_tokens / left if left else 0.0
 
     def finished_window(self, accumulate: int) -> WindowPlan:
         """The plan of the window whose last micro-batch is in hand.
@@ -211,11 +310,16 @@ class WindowAccounting:
             )
         return plan
 
-    def record(
-        self, plan: WindowPlan, *, index: int, skipped_because: str | None, device: torch.device
-    ) -> Callable[[], UpdateRecord]:
-        """What went into the update of the window in hand; its losses are added up where somebody asks."""
-        return partial(_record, plan, self._losses, self._loss_reduction, index, skipped_because, device)
+    def note_step(self, skipped_because: str | None) -> None:
+        """Remember what came of a step on the window in hand: ``None`` where it was applied, else why it was not."""
+        if self._outcome is not None:
+            self._outcome = skipped_because
+
+    def take_record(self, device: torch.device) -> Callable[[], UpdateRecord]:
+        """What went into the update of the window in hand, which is over; losses are added up where somebody asks."""
+        plan, self._plan = self._plan, None
+        assert plan is not None
+        return partial(_record, plan, self._losses, self._update, self._outcome, device)
 
     def audit(self, output: Any, *, batch_idx: int, accumulate: int, update: int) -> None:
         """Compare the count that the loss of the micro-batch in hand was made with to the one counted ahead.
@@ -241,31 +345,35 @@ class WindowAccounting:
                 f"At update {update}, the tokens counted ahead are not those that `training_step` used. {listed} Usual"
                 " reasons: the loss shifts labels and the counter does not, or the other way round"
                 " (`SupervisedTokens(shift=...)`); another ignore index; labels that a transfer hook or"
-                " `training_step` changes after they were counted."
+                " `training_step` changes after they were counted.",
+                together=True,
             )
 
     def _refuse_together(self, failure: Exception | None, update: int) -> NoReturn:
         listed = self._gather_listed(None if failure is None else f"{type(failure).__name__}: {failure}")
-        raise TokenNormError(f"At update {update}, the coming micro-batches cannot be used. {listed}") from failure
+        # What a user's own code raised is shown where it did; the words of this package's are all there is to see.
+        cause = None if failure is None or _is_of_this_package(failure) else failure
+        text = f"At update {update}, the coming micro-batches cannot be used. {listed}"
+        raise TokenNormError(text, together=True) from cause
 
     def _gather_listed(self, reason: str | None) -> str:
         """What ranks have to say, in one text that is the same on all of them; empty where nobody has."""
         reasons = self.exchange.gather_objects(reason)
+        if len(reasons) > 1 and reason is not None and len(set(reasons)) == 1:
+            return f"All ranks: {reason}"
         return " ".join(f"Rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
 
 
 def _record(
     plan: WindowPlan,
-    losses: Mapping[int, Tensor],
-    loss_reduction: LossReduction,
+    losses: Mapping[int, tuple[Tensor, Count]],
     index: int,
     skipped_because: str | None,
     device: torch.device,
 ) -> UpdateRecord:
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    for micro_batch, loss in losses.items():
-        # cast, scaled and added in one kernel
-        loss_sum = loss_sum.add(loss, alpha=plan.loss_weight(micro_batch, loss_reduction))
+    for loss, weight in losses.values():
+        loss_sum = loss_sum.add(loss, alpha=weight)  # cast, scaled and added in one kernel
     return UpdateRecord(
         index=index,
         num_tokens=plan.num_tokens,
@@ -278,6 +386,11 @@ def _record(
         skipped_because=skipped_because,
         padded_micro_batches=plan.padded_micro_batches,
     )
+
+
+def _is_of_this_package(error: BaseException) -> bool:
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return not frames or Path(frames[-1].f_code.co_filename).is_relative_to(Path(__file__).parent)
 
 
 def _count_problem(counted: Count, returned: Any) -> str | None:

@@ -28,7 +28,8 @@ from lightning_tokennorm.counting import Count
 from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.window import RankReport
 
-_WORDS = 7
+_WORDS = 5
+_FLAGS = ("refuses", "borrows", "sigterm", "requeue", "meets")
 _STORE_ANSWERS_WITHIN_S = 5
 _EXCHANGES = itertools.count()
 """Numbers the exchanges over a group, so that no word is left from an earlier one: its ranks make them in step."""
@@ -113,6 +114,17 @@ class WindowExchange:
             self._wait()
             self._reports = [_from_words(words) for words in self._table.tolist()]
         return self._reports
+
+    def meet(self) -> bool:
+        """Ask whether all ranks are at such a call, between or inside windows, before they exchange objects there.
+
+        A rank that calls this alone hears of it when the others report their next window, and they do as well.
+        """
+        reports = self.receive()  # of a window, which are still to be used
+        self.send(RankReport(0, 0, 0, meets=True))
+        met = all(report.meets for report in self.receive())
+        self._reports = reports
+        return met
 
     def _wait(self) -> None:
         if self._on_its_way is not None:
@@ -226,11 +238,13 @@ def _to_words(report: RankReport) -> list[int]:
     # A count travels as 64 bits: an int as itself, a float as its bit pattern. Nothing is added up on the way.
     weighted = isinstance(report.num_tokens, float)
     bits = struct.unpack("<q", struct.pack("<d", report.num_tokens))[0] if weighted else int(report.num_tokens)
-    flags = [report.refuses, report.borrows, report.sigterm]
-    return [weighted, bits, report.micro_batches, report.accumulate, *flags]
+    flags = sum(flag << bit for bit, flag in enumerate(getattr(report, name) for name in _FLAGS))
+    return [weighted, bits, report.micro_batches, report.accumulate, flags]
 
 
 def _from_words(words: Sequence[int]) -> RankReport:
-    weighted, bits, micro_batches, accumulate, *flags = words
+    weighted, bits, micro_batches, accumulate, flags = words
     num_tokens: Count = struct.unpack("<d", struct.pack("<q", bits))[0] if weighted else bits
-    return RankReport(num_tokens, micro_batches, accumulate, *map(bool, flags))
+    return RankReport(
+        num_tokens, micro_batches, accumulate, **{name: bool(flags >> bit & 1) for bit, name in enumerate(_FLAGS)}
+    )

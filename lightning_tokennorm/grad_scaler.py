@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,3 +59,39 @@ def unscaled_before_step(optimizer: Optimizer) -> Iterator[None]:
         yield
     finally:
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+
+@contextmanager
+def noting_steps(optimizer: Any, precision: Any) -> Iterator[Callable[[], bool]]:
+    """Notice whether a scaler has let the optimizer step: it does not where gradients are not finite.
+
+    Without a scaler nobody holds a step back. No hook of the optimizer's is used, since wrappers of optimizers that
+    Lightning takes may have none.
+
+    Args:
+        optimizer: Anything with a method ``step``.
+        precision: The precision plugin, with a ``scaler`` or without.
+
+    Yields:
+        Whether a step was let through, to be called after it.
+    """
+    scaler = getattr(precision, "scaler", None)
+    if scaler is None or not scaler.is_enabled():
+        yield lambda: True
+        return
+    step, own = optimizer.step, vars(optimizer).get("step")
+    stepped = False
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal stepped
+        stepped = True
+        return step(*args, **kwargs)
+
+    optimizer.step = noting
+    try:
+        yield lambda: stepped
+    finally:
+        if own is None:
+            del optimizer.step
+        else:
+            optimizer.step = own

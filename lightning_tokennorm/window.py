@@ -36,13 +36,17 @@ class RankReport:
     micro_batches: int
     """Micro-batches that this rank has for the window, at most `accumulate`."""
     accumulate: int
-    """``K``, by which Lightning divides each loss."""
+    """``K``: micro-batches per window where there are enough."""
     refuses: bool = False
     """Whether this rank cannot go on; the reasons are exchanged afterwards."""
     borrows: bool = False
     """Whether this rank has never had a batch, so that it needs one of another rank to run a padded micro-batch on."""
     sigterm: bool = False
     """Whether this rank was asked to end (SIGTERM)."""
+    requeue: bool = False
+    """Whether this rank got the signal that a cluster sends before it requeues the job."""
+    meets: bool = False
+    """Whether this is no report of a window: the rank waits for the others to gather what a checkpoint needs."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class WindowPlan:
         >>> plan = WindowPlan.agreed(ranks, tokens=(3, 1, 4))
         >>> plan.num_tokens
         24
-        >>> plan.factor(0, "mean")  # K * W * n / N = 3 * 2 * 3 / 24
+        >>> plan.factor(0, "mean", 3)  # K * W * n / N = 3 * 2 * 3 / 24
         0.75
     """
 
@@ -64,7 +68,7 @@ class WindowPlan:
     world_size: int
     """``W``: ranks over which DDP averages."""
     accumulate: int
-    """``K``, by which Lightning divides each loss of the window."""
+    """``K``: micro-batches per window where there are enough."""
     tokens: tuple[Count, ...]
     """``n[r, k]`` of this rank, one per micro-batch; 0 for padded ones."""
     padded_micro_batches: int
@@ -73,11 +77,13 @@ class WindowPlan:
     """The smallest number of tokens that a rank has in the window."""
     tokens_max: Count
     """The largest number of tokens that a rank has in the window."""
-    ranks_averaged: int
-    """By how much DDP divides the sum over ranks: ``W``, or 1 where its communication hook leaves the sum."""
+    ranks_divided_by: float
+    """By what the reduction divides the sum over ranks: ``W``, or 1 where a communication hook leaves the sum."""
 
     @classmethod
-    def agreed(cls, reports: Sequence[RankReport], tokens: tuple[Count, ...], *, averaged: bool = True) -> WindowPlan:
+    def agreed(
+        cls, reports: Sequence[RankReport], tokens: tuple[Count, ...], *, ranks_divided_by: float | None = None
+    ) -> WindowPlan:
         """The plan that follows from the reports of all ranks, in which `disagreement` found nothing.
 
         The window is as long as the longest rank's: the others are padded with micro-batches without tokens.
@@ -85,7 +91,7 @@ class WindowPlan:
         Args:
             reports: One report per rank, the same list on every rank.
             tokens: ``n[r, k]`` of this rank's own micro-batches.
-            averaged: Whether DDP leaves the ranks' mean of the gradients, else their sum.
+            ranks_divided_by: By what the reduction divides the sum over ranks; ``None`` for their number.
         """
         per_rank = [report.num_tokens for report in reports]
         micro_batches = max(report.micro_batches for report in reports)
@@ -97,7 +103,7 @@ class WindowPlan:
             padded_micro_batches=sum(micro_batches - report.micro_batches for report in reports),
             tokens_min=min(per_rank),
             tokens_max=max(per_rank),
-            ranks_averaged=len(reports) if averaged else 1,
+            ranks_divided_by=len(reports) if ranks_divided_by is None else ranks_divided_by,
         )
 
     @property
@@ -105,30 +111,30 @@ class WindowPlan:
         """Micro-batches of the window on this rank (the same number on every rank)."""
         return len(self.tokens)
 
-    def factor(self, micro_batch: int, loss_reduction: LossReduction) -> float:
-        """What the loss that Lightning hands over is multiplied by before its backward.
+    def factor(self, micro_batch: int, loss_reduction: LossReduction, divided_by: int) -> float:
+        """What the loss that is handed over is multiplied by before its backward.
 
         Args:
             micro_batch: The index ``k`` of the micro-batch in the window.
             loss_reduction: Whether ``training_step`` returned the mean over the micro-batch's tokens or their sum.
+            divided_by: By what the loss was divided before: ``K`` by Lightning.
 
         Returns:
             The factor; 0.0 for a micro-batch without tokens, whose loss says nothing whatever its value is.
         """
-        num_tokens = self.tokens[micro_batch]
-        if num_tokens == 0:
+        if self.tokens[micro_batch] == 0:
             return 0.0
-        undo_averages = self.accumulate * self.ranks_averaged
-        return undo_averages * (num_tokens if loss_reduction == "mean" else 1) / self.num_tokens
+        return self.loss_weight(micro_batch, loss_reduction, divided_by) * self.ranks_divided_by / self.num_tokens
 
-    def loss_weight(self, micro_batch: int, loss_reduction: LossReduction) -> Count:
-        """What the loss that Lightning hands over, the user's divided by ``K``, is multiplied by to be ``S[r, k]``.
+    def loss_weight(self, micro_batch: int, loss_reduction: LossReduction, divided_by: int) -> Count:
+        """What the loss that is handed over is multiplied by to be ``S[r, k]``.
 
         Args:
             micro_batch: The index ``k`` of the micro-batch in the window; it has at least one token.
             loss_reduction: Whether ``training_step`` returned the mean over the micro-batch's tokens or their sum.
+            divided_by: By what the loss was divided before: ``K`` by Lightning.
         """
-        return self.accumulate * (self.tokens[micro_batch] if loss_reduction == "mean" else 1)
+        return divided_by * (self.tokens[micro_batch] if loss_reduction == "mean" else 1)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from lightning_tokennorm.counting import Count, SupervisedTokens, TokenCounter
-from lightning_tokennorm.strategy import TokenNormDDP
+from lightning_tokennorm.strategies import TokenNormDDP
 from lightning_tokennorm.testing.causes import Probe, count_on_host, flat, likely_cause, possible_denominators
 from lightning_tokennorm.testing.ranks import run_ranks
 from lightning_tokennorm.testing.splits import MicroBatch, Split, deal, make_batches

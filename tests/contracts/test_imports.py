@@ -11,44 +11,49 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "lightning_tokennorm"
 
 ALLOWED: dict[str, set[str]] = {
+    # the law
     "errors": set(),
     "counting": {"torch"},
     "gradients": {"torch"},
     "grad_scaler": {"torch"},
-    "comm_hooks": {"torch"},
     "window": {"torch", "counting"},
+    # the ranks and the window
+    "reduction": {"torch"},
     "exchange": {"torch", "counting", "errors", "window"},
     "accounting": {"torch", "counting", "errors", "exchange", "window"},
     "_compat": {"lightning", "packaging", "torchmetrics"},
-    "lookahead": {"_compat"},
-    "resume": {"_compat", "errors"},
-    "refusals": {"torch", "lightning", "_compat", "comm_hooks", "errors"},
+    "reuse": {"torch"},
+    "lookahead": {"_compat", "errors", "reuse"},
+    # Lightning's strategies
+    "strategies/options": {"counting", "window"},
+    "strategies/comm_hooks": {"torch"},
+    "strategies/reducer": {"torch", "errors", "gradients"},
+    "strategies/refusals": {"torch", "lightning", "_compat", "errors", "strategies"},
+    "strategies/steps": {"torch", "lightning", "_compat", "gradients"},
+    "strategies/signals": {"lightning", "_compat"},
+    "strategies/failures": {"errors", "exchange"},
+    "strategies/checkpoints": {"_compat", "errors", "exchange", "lookahead"},
+    "strategies/feed": {"lightning", "_compat", "accounting", "errors", "exchange", "lookahead", "strategies"},
+    "strategies/base": {
+        *("torch", "lightning", "typing_extensions"),
+        *("_compat", "accounting", "counting", "errors", "exchange", "grad_scaler", "gradients", "reduction"),
+        *("strategies", "window"),
+    },
+    "strategies/ddp": {
+        *("torch", "lightning", "typing_extensions"),
+        *("_compat", "counting", "reduction", "strategies", "window"),
+    },
+    "strategies/__init__": {"strategies"},
+    # what people look at
     "metric": {"torch", "torchmetrics", "counting"},
     "callbacks": {"torch", "torchmetrics", "lightning", "_compat", "counting", "metric", "window", "typing_extensions"},
-    "strategy": {
-        *("torch", "lightning", "typing_extensions"),
-        *(
-            "_compat",
-            "accounting",
-            "comm_hooks",
-            "counting",
-            "errors",
-            "exchange",
-            "grad_scaler",
-            "gradients",
-            "lookahead",
-            "refusals",
-            "resume",
-            "window",
-        ),
-    },
-    "__init__": {"lightning", "callbacks", "counting", "errors", "metric", "strategy", "window"},
+    "__init__": {"lightning", "_compat", "callbacks", "counting", "errors", "metric", "strategies", "window"},
     # what users prove with: stands on top of everything, and nothing stands on it
     "testing/ranks": {"torch"},
     "testing/splits": set(),
     "testing/watch": {"torch", "lightning"},
     "testing/causes": {"torch", "counting"},
-    "testing/partition": {"torch", "lightning", "counting", "strategy", "testing"},
+    "testing/partition": {"torch", "lightning", "counting", "strategies", "testing"},
     "testing/__init__": {"testing"},
 }
 

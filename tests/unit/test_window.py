@@ -13,21 +13,21 @@ def test_factors_undo_what_lightning_and_ddp_divide() -> None:
     # R1 on rank 0: n = 3, 1, 4 of N = 24, W = 2, K = 3
     plan = WindowPlan.agreed([report(8), report(16)], (3, 1, 4))
     assert (plan.num_tokens, plan.tokens_min, plan.tokens_max, plan.micro_batches) == (24, 8, 16, 3)
-    assert [plan.factor(k, "mean") for k in range(3)] == [6 * 3 / 24, 6 * 1 / 24, 6 * 4 / 24]
-    assert [plan.factor(k, "sum") for k in range(3)] == [6 / 24] * 3
+    assert [plan.factor(k, "mean", 3) for k in range(3)] == [6 * 3 / 24, 6 * 1 / 24, 6 * 4 / 24]
+    assert [plan.factor(k, "sum", 3) for k in range(3)] == [6 / 24] * 3
 
 
 def test_empty_micro_batches_and_windows_have_factor_zero() -> None:
     plan = WindowPlan.agreed([report(4), report(0)], (0, 4, 0))
-    assert [plan.factor(k, "sum") for k in range(3)] == [0, 1.5, 0]
-    assert WindowPlan.agreed([report(0), report(0)], (0, 0, 0)).factor(1, "mean") == 0
+    assert [plan.factor(k, "sum", 3) for k in range(3)] == [0, 1.5, 0]
+    assert WindowPlan.agreed([report(0), report(0)], (0, 0, 0)).factor(1, "mean", 3) == 0
 
 
 def test_loss_sum_from_what_lightning_hands_over() -> None:
     plan = WindowPlan.agreed([report(8), report(16)], (3, 1, 4))
     # A loss of 2 comes as 2 / 3, divided by K. As a mean over 4 tokens it sums to 8 = 2 / 3 * 12, as a sum to 2.
-    assert plan.loss_weight(2, "mean") == 12
-    assert plan.loss_weight(2, "sum") == 3
+    assert plan.loss_weight(2, "mean", 3) == 12
+    assert plan.loss_weight(2, "sum", 3) == 3
 
 
 def test_totals() -> None:
@@ -62,4 +62,4 @@ def test_a_window_is_as_long_as_the_longest_ranks() -> None:
     plan = WindowPlan.agreed(reports, (4,))
     assert (plan.tokens, plan.micro_batches, plan.padded_micro_batches) == ((4, 0, 0), 3, 5)
     # K * W * n / N = 3 * 3 * 4 / 10
-    assert [plan.factor(k, "mean") for k in range(3)] == [3.6, 0, 0]
+    assert [plan.factor(k, "mean", 3) for k in range(3)] == [3.6, 0, 0]

@@ -12,8 +12,8 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
 from lightning_tokennorm import _compat
-from lightning_tokennorm.comm_hooks import group_of, is_torch_hook
 from lightning_tokennorm.errors import TokenNormError
+from lightning_tokennorm.strategies.comm_hooks import group_of, is_torch_hook
 
 
 def refuse_module(module: pl.LightningModule) -> None:

@@ -12,8 +12,22 @@ from typing import Any
 
 from lightning_tokennorm import _compat
 from lightning_tokennorm.errors import TokenNormError
+from lightning_tokennorm.exchange import WindowExchange
+from lightning_tokennorm.lookahead import LookaheadFetcher
 
 KEY = "lightning_tokennorm"
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run that is resumed goes on, besides the states of its loaders."""
+
+    ended: bool = False
+    """Whether this rank's data of the epoch had ended while other ranks had more."""
+    skip: int = 0
+    """Batches to leave out after the loaders' states."""
+    anywhere: bool = False
+    """Whether the checkpoint is not of this package, so that it may have been written inside a window."""
 
 
 @dataclass(frozen=True)
@@ -22,22 +36,47 @@ class Progress:
 
     states: list[Any]
     """The states of its loaders to go on from; empty where none has one, or the next epoch starts afresh."""
-    unfinished: int
-    """Micro-batches since that edge, whose gradients are gone with the process."""
+    skip: int
+    """Batches to leave out after these states."""
+    edge: int
+    """Micro-batches of the epoch before that edge; the gradients of later ones are gone with the process."""
     stream_has_ended: bool
     """Whether the epoch is over and its length was not known before."""
     positions: list[dict[str, Any]] | None
     """The `position` of each rank; ``None`` where they could not be gathered."""
 
 
-def position(states: list[Any], ended: bool) -> dict[str, Any]:
-    """Where one rank is in its data.
+def take_progress(fetcher: LookaheadFetcher, exchange: WindowExchange, purpose: str, *, together: bool) -> Progress:
+    """How far this rank has come, and where each of the others is.
 
     Args:
-        states: The states of its loaders to go on from; empty where none has one, or the next epoch starts afresh.
-        ended: Whether its data of this epoch has ended while other ranks have more.
+        fetcher: What serves its batches.
+        exchange: Between the ranks.
+        purpose: What for; the same on all ranks.
+        together: Whether all ranks ask, so that they can tell each other.
+
+    Raises:
+        TokenNormError: Others do not.
     """
-    return {"states": states, "ended": ended}
+    origin = fetcher.resume_from()
+    positions = None
+    if together:
+        mine = {"states": list(origin.states), "skip": origin.skip, "ended": fetcher.ended}
+        told = exchange.gather_objects((purpose, mine)) if exchange.meet() else []
+        if {each for each, _ in told} != {purpose}:
+            raise TokenNormError(
+                f"Rank {exchange.rank} saves a full checkpoint alone (`Strategy.save_checkpoint`), but where each rank"
+                " goes on is a part of it, and only that rank can tell. Call `trainer.save_checkpoint` on all"
+                " ranks; one with weights only can be saved by one."
+            )
+        positions = [position for _, position in told]
+    return Progress(
+        states=list(origin.states),
+        skip=origin.skip,
+        edge=int(fetcher.fetched) - fetcher.unfinished,
+        stream_has_ended=bool(fetcher.done) and fetcher.length is None,
+        positions=positions,
+    )
 
 
 def write(checkpoint: dict[str, Any], progress: Progress) -> None:
@@ -47,10 +86,8 @@ def write(checkpoint: dict[str, Any], progress: Progress) -> None:
         checkpoint: The checkpoint, before it is written. Lightning's dict speaks of all batches that were read.
         progress: How far this rank has come.
     """
-    _compat.rewind_checkpoint(
-        checkpoint, progress.states, progress.unfinished, stream_has_ended=progress.stream_has_ended
-    )
-    checkpoint[KEY] = {"positions": progress.positions}
+    _compat.rewind_checkpoint(checkpoint, progress.states, progress.edge, stream_has_ended=progress.stream_has_ended)
+    checkpoint[KEY] = {"positions": progress.positions, "skip": progress.skip}
 
 
 def is_marked(checkpoint: Mapping[str, Any]) -> bool:
@@ -63,7 +100,7 @@ def lacks_positions(checkpoint: Mapping[str, Any]) -> bool:
     return is_marked(checkpoint) and checkpoint[KEY]["positions"] is None and _compat.has_loader_states(checkpoint)
 
 
-def take_position(checkpoint: dict[str, Any], rank: int, world_size: int) -> bool:
+def take_start(checkpoint: dict[str, Any], rank: int, world_size: int) -> Start:
     """Put a rank's own loader states where Lightning looks for them.
 
     Args:
@@ -72,25 +109,27 @@ def take_position(checkpoint: dict[str, Any], rank: int, world_size: int) -> boo
         world_size: ``W`` of this run.
 
     Returns:
-        Whether this rank's data of the epoch has ended.
+        Where this rank goes on.
 
     Raises:
         TokenNormError: The loaders were inside an epoch on another number of ranks. All ranks read the same file, so
             all raise.
     """
-    positions = checkpoint.get(KEY, {}).get("positions")
+    ours = checkpoint.get(KEY, {})
+    positions = ours.get("positions")
     if positions is None:
-        return False
+        return Start(skip=ours.get("skip", 0), anywhere=not is_marked(checkpoint))
     if len(positions) == world_size:
-        _compat.set_loader_states(checkpoint, positions[rank]["states"])
-        return bool(positions[rank]["ended"])
+        mine = positions[rank]
+        _compat.set_loader_states(checkpoint, mine["states"])
+        return Start(ended=bool(mine["ended"]), skip=mine.get("skip", 0))
     if any(each["states"] or each["ended"] for each in positions):
         raise TokenNormError(
             f"The checkpoint was written inside an epoch, by {len(positions)} ranks; this run has {world_size}. The"
             " state of a loader on one of them does not say which samples another number of ranks has left. Resume"
             f" with {len(positions)} ranks, or from a checkpoint at the end of an epoch."
         )
-    return False
+    return Start()
 
 
 def refuse_torn_window(begun: int, accumulate: int) -> None:

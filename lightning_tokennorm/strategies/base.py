@@ -1,0 +1,428 @@
+"""What the strategies of this package share: a mixin that goes before one of Lightning's own strategies."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_tokennorm import _compat
+from lightning_tokennorm.accounting import NO_TOKENS, NOT_FINITE, WindowAccounting
+from lightning_tokennorm.counting import TokenCounter
+from lightning_tokennorm.errors import TokenNormError
+from lightning_tokennorm.exchange import WindowExchange
+from lightning_tokennorm.grad_scaler import ConstantScale, noting_steps, unscaled_before_step
+from lightning_tokennorm.gradients import scale_gradients, zero_gradients
+from lightning_tokennorm.reduction import Reduction
+from lightning_tokennorm.strategies import checkpoints, failures
+from lightning_tokennorm.strategies.feed import WindowFeed
+from lightning_tokennorm.strategies.options import Options
+from lightning_tokennorm.strategies.refusals import refuse_module, refuse_output_without_gradient
+from lightning_tokennorm.strategies.signals import Signals
+from lightning_tokennorm.strategies.steps import Trace, around_training_step
+from lightning_tokennorm.window import LossReduction, UpdateRecord, WindowPlan
+
+
+class TokenNormStrategy(ParallelStrategy):
+    """Gives every supervised token of an update the same weight, under the strategy that follows it.
+
+    At the start of each accumulation window the supervised tokens of all its micro-batches on all ranks are counted
+    and exchanged (``N``), and each micro-batch's loss is rescaled before its backward, so that the update uses
+    ``(sum over all tokens of their loss gradients) / N``. See `lightning_tokennorm.window` for the algebra.
+
+    A host says over which ranks it reduces gradients and by what it divides their sum (`_reduction`), and may look at
+    each backward (`_start_backward`, `_check_backward`), and repair what a step without tokens returned
+    (`_give_way_to_parameters`).
+    """
+
+    agree_on_sigterm: bool = True
+    """Whether a SIGTERM on any rank ends the training of all ranks at the start of the same window.
+
+    Lightning's own way (``False``, to be set before `Trainer.fit`) broadcasts rank 0's flag before each micro-batch and
+    waits for it. The signal before a requeue on a SLURM cluster is treated alike.
+    """
+
+    def __init__(
+        self,
+        *,
+        count_tokens: TokenCounter | None = None,
+        loss_reduction: LossReduction = "mean",
+        counting: Literal["lookahead"] = "lookahead",
+        on_empty: Literal["skip", "error"] = "skip",
+        uneven: Literal["pad", "error"] = "pad",
+        audit: bool = False,
+        **host_kwargs: Any,
+    ) -> None:
+        self._options = Options.checked(
+            type(self).__name__,
+            count_tokens=count_tokens,
+            loss_reduction=loss_reduction,
+            counting=counting,
+            on_empty=on_empty,
+            uneven=uneven,
+            audit=audit,
+        )
+        super().__init__(**host_kwargs)
+        _compat.warn_of_other_namespace()
+        self._last_update: UpdateRecord | None = None
+        self._make_last_update: Callable[[], UpdateRecord] | None = None
+        self._scale = ConstantScale()
+        self._trace: Trace | None = None  # of a forward that has to be undone
+        self._left_off_at: checkpoints.Progress | None = None
+        self._feed: WindowFeed | None = None  # there while fitting
+
+    @property
+    def count_tokens(self) -> TokenCounter:
+        """The counter of supervised tokens: a batch goes in, its count comes out."""
+        return self._options.count_tokens
+
+    @property
+    def loss_reduction(self) -> LossReduction:
+        """What ``training_step`` is taken to return: ``"mean"`` or ``"sum"``."""
+        return self._options.loss_reduction
+
+    @property
+    def last_update(self) -> UpdateRecord | None:
+        """The record of the latest optimizer update, skipped ones too; ``None`` before the first.
+
+        A new one is there when ``on_train_batch_end`` runs for the last micro-batch of a window.
+        """
+        self._close_window()
+        if self._make_last_update is not None:
+            self._last_update, self._make_last_update = self._make_last_update(), None
+        return self._last_update
+
+    @property
+    def micro_batch_is_padded(self) -> bool:
+        """Whether the micro-batch in hand is only run for the other ranks' sake, on a batch seen before.
+
+        Its gradient is zero, and what its forward changes or logs is put back.
+        """
+        return self._feed is not None and self._feed.windows is not None and self._feed.windows.stands_in
+
+    # ---- what a host says
+
+    def _reduction(self) -> Reduction:
+        """Over which ranks gradients are reduced; known once the processes know each other."""
+        raise NotImplementedError
+
+    def _check_setup(self) -> None:
+        """Refuse what cannot work; the model is wrapped."""
+
+    def _find_problem(self) -> str | None:
+        """What makes training impossible as it stands, looked at before each window."""
+        return None
+
+    def _give_way_to_parameters(self, output: STEP_OUTPUT) -> STEP_OUTPUT:
+        """What a step without tokens returned, with a loss whose backward every rank can run."""
+        return output
+
+    def _start_backward(self) -> None:
+        """Look at the parameters before a backward of a micro-batch with tokens."""
+
+    def _check_backward(self, loss: Tensor, where: str) -> None:
+        """Refuse a backward that has not reached the parameters."""
+
+    # ---- set-up and teardown
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        trainer = _compat.trainer_of(model)
+        if self._feed is not None:  # a fit that ended before its teardown
+            self._feed.close()
+            self._feed = None
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._feed = WindowFeed(trainer, close_window=self._close_window, find_problem=self._find_problem)
+
+    @override
+    def setup_environment(self) -> None:
+        try:
+            super().setup_environment()
+        except BaseException:
+            # Those that this process has launched would wait for it at the rendezvous, in vain.
+            if self.launcher is not None:
+                self.launcher.kill(signal.SIGKILL)
+            raise
+        if self._feed is not None:
+            self._feed.connect(self._new_exchange(self._reduction()))
+
+    def _new_exchange(self, reduction: Reduction) -> WindowExchange:
+        return WindowExchange.spanning(reduction.group, _compat.process_group_timeout(self))
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self._refuse_impossible_setup()
+        super().setup(trainer)
+        if not fitting:
+            return
+        self._check_setup()
+        feed, reduction = self._feed_in_use, self._reduction()
+        feed.windows = WindowAccounting(
+            feed.exchange,
+            self.count_tokens,
+            loss_reduction=self.loss_reduction,
+            on_empty=self._options.on_empty,
+            uneven=self._options.uneven,
+            ranks_divided_by=reduction.divided_by,
+        )
+        if self.agree_on_sigterm:
+            feed.signals = Signals(trainer)
+        self._last_update = self._make_last_update = self._left_off_at = None
+        rank_zero_info(
+            f"{type(self).__name__}: every supervised token weighs the same over W={feed.exchange.world_size} ranks and"
+            f" K={_compat.describe_accumulation(trainer)} micro-batches per update"
+            f" (counting={self._options.counting!r}, loss_reduction={self.loss_reduction!r})."
+        )
+
+    def _refuse_impossible_setup(self) -> None:
+        assert self.lightning_module is not None
+        refuse_module(self.lightning_module)
+        if self.handles_gradient_accumulation:
+            raise MisconfigurationException(
+                f"`{type(self).__name__}.handles_gradient_accumulation` is True, so losses would be divided by"
+                " `accumulate_grad_batches` twice or not at all. Leave accumulation to the Trainer."
+            )
+
+    @property
+    def _feed_in_use(self) -> WindowFeed:
+        assert self._feed is not None, "the strategy is set up outside `Trainer.fit`"
+        return self._feed
+
+    @property
+    def _windows(self) -> WindowAccounting:
+        windows = self._feed_in_use.windows
+        assert windows is not None
+        return windows
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._left_off_at = None  # of a run inside this one, the learning rate finder's for example
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        windows = self._windows
+        self._left_off_at = self._progress("the end of training", together=True)  # for a checkpoint after the fit
+        if windows.empty_windows:
+            rank_zero_warn(
+                f"{windows.empty_windows} of {windows.windows} windows had no supervised token on any rank, so"
+                f" {windows.windows - windows.empty_windows} updates were made."
+            )
+        if padded := windows.padded_micro_batches:
+            rank_zero_info(
+                f"{type(self).__name__}: the ranks had unequal numbers of batches; {padded} micro-batches without data"
+                " were run in all, which contribute nothing."
+            )
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._feed is not None and self._feed.fetcher is not None:
+            trainer, exchange = self._feed.trainer, self._feed.exchange
+            where = f"rank {exchange.rank}, batch {trainer.fit_loop.batch_idx}, update {trainer.global_step}"
+            failures.tell(exception, exchange, where)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        # `OnExceptionCheckpoint` saves, and Lightning waits for all ranks then.
+        if not self._ends_alone:
+            super().barrier(*args, **kwargs)  # type: ignore[safe-super]
+
+    @property
+    def _ends_alone(self) -> bool:
+        # After an error, of this rank or of another one: nobody must wait, the others may be in another collective.
+        feed = self._feed
+        return feed is not None and feed.trainer.interrupted and not (feed.windows and feed.windows.asked_to_end)
+
+    @override
+    def teardown(self) -> None:
+        feed = self._feed
+        if feed is not None:
+            if self._left_off_at is None and feed.fetcher is not None and feed.fetcher.iterator is not None:
+                self._left_off_at = self._progress("teardown", together=False)
+            self._close_window()
+            feed.close()
+        self._feed = self._trace = None
+        super().teardown()
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        # Batches that wait here are still to come, and a window that is not complete is done again whole.
+        if _compat.has_progress(checkpoint):
+            progress = self._left_off_at
+            if self._feed is not None and self._feed.fetcher is not None:
+                progress = self._progress("a checkpoint", together=not self._ends_alone)
+            if progress is not None:
+                checkpoints.write(checkpoint, progress)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _progress(self, purpose: str, *, together: bool) -> checkpoints.Progress:
+        feed = self._feed_in_use
+        assert feed.fetcher is not None
+        # Loaders are told apart by the rank in the world, of which the group may be a part.
+        together &= feed.exchange.world_size == self.world_size
+        return checkpoints.take_progress(feed.fetcher, feed.exchange, purpose, together=together)
+
+    @override
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        if self._feed is not None and _compat.has_progress(checkpoint):
+            self._feed.start = checkpoints.take_start(checkpoint, self.global_rank, self.world_size)
+            if checkpoints.lacks_positions(checkpoint) and self.world_size > 1:
+                rank_zero_warn(
+                    "The checkpoint holds rank 0's loader states only, and all ranks go on from those: it was written"
+                    " after an error, when ranks could not wait for each other, or DDP's group is a part of the world."
+                    " Where ranks have states of their own, resume from a checkpoint of a regular update."
+                )
+        return checkpoint
+
+    # ---- the window: agree, scale, step, record
+
+    def _close_window(self) -> None:
+        """Make the record of the window in hand, if it is over: whatever optimizer and module have made of it."""
+        feed = self._feed
+        if feed is None or feed.windows is None or not feed.windows.has_window or feed.fetcher is None:
+            return
+        if not feed.fetcher.unfinished:
+            self._make_last_update = feed.windows.take_record(self.root_device)
+
+    def _where(self) -> str:
+        feed = self._feed_in_use
+        return f"batch {feed.trainer.fit_loop.batch_idx} on rank {feed.exchange.rank}"
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        feed = self._feed_in_use
+        if _compat.skips_backward(feed.trainer):
+            return super().training_step(*args, **kwargs)
+        windows = self._windows
+        try:
+            if windows.num_tokens_in_hand() == 0:
+                assert self.lightning_module is not None
+                with around_training_step(self.lightning_module, self._step_without_tokens):
+                    output = super().training_step(*args, **kwargs)
+            else:
+                output = super().training_step(*args, **kwargs)
+        except RuntimeError as error:
+            failures.name_failed_rank(error, feed.exchange)
+            raise
+        if output is None and feed.exchange.world_size == 1:
+            windows.leave_out()  # Lightning's way to leave a batch out, in one process
+            return output
+        refuse_output_without_gradient(output, rank=feed.exchange.rank, batch_idx=feed.trainer.fit_loop.batch_idx)
+        if self._options.audit:
+            trainer = feed.trainer
+            windows.audit(
+                output,
+                batch_idx=trainer.fit_loop.batch_idx,
+                accumulate=trainer.accumulate_grad_batches,
+                update=trainer.global_step,
+            )
+        return output
+
+    def _step_without_tokens(self, step: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
+        if self._windows.stands_in:
+            assert self.lightning_module is not None
+            self._trace = Trace(self.lightning_module, self._feed_in_use.trainer)
+        return self._give_way_to_parameters(step())
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        # The factor has to be on the loss before the precision plugin's scale, hence here: what `pre_backward`
+        # returns is dropped. `closure_loss` is not changed in place, it is what callbacks see in `outputs`.
+        trainer, windows = self._feed_in_use.trainer, self._windows
+        accumulate = trainer.accumulate_grad_batches
+        windows.window_in_hand("`backward`", accumulate)
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if windows.first_backward:
+            self._scale.start_window(scaler, closure_loss.device)
+            if optimizer is not None and trainer.fit_loop.batch_idx % accumulate:
+                # Lightning clears gradients where the batch index is a multiple of K, and a window starts elsewhere
+                # when K has changed in between: those of the last window would be in this one, too.
+                optimizer.zero_grad()
+        factor = windows.factor(closure_loss, accumulate)
+        self._refuse_moved_scale(scaler)
+        loss = closure_loss * factor
+        try:
+            if factor:
+                self._start_backward()
+                result = super().backward(loss, optimizer, *args, **kwargs)
+                self._check_backward(loss, self._where())
+            else:
+                with zero_gradients(loss):
+                    result = super().backward(loss, optimizer, *args, **kwargs)
+        except RuntimeError as error:
+            failures.name_failed_rank(error, self._feed_in_use.exchange)
+            raise
+        finally:
+            if self._trace is not None:
+                self._trace.undo()
+                self._trace = None
+        self._refuse_moved_scale(scaler)  # by a hook that ran after the backward, maybe the window's last one
+        return result
+
+    def _refuse_moved_scale(self, scaler: Any) -> None:
+        if self._scale.has_moved(scaler):
+            raise TokenNormError(
+                f"The scale of the GradScaler has changed inside a window, seen at its micro-batch"
+                f" {self._windows.micro_batch + 1}: its gradients are added up and have to be on one scale. Something"
+                " called `GradScaler.update` or `load_state_dict`, a callback or your module: leave that to Lightning,"
+                " which updates the scale once per window."
+            )
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if _compat.skips_backward(self._feed_in_use.trainer):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        windows = self._windows
+        plan: WindowPlan = windows.finished_window(self._feed_in_use.trainer.accumulate_grad_batches)
+        if plan.num_tokens == 0:
+            # Not even a step with zero gradients: weight decay and momentum would still move the parameters. The
+            # closure runs all the same, so that DDP and Lightning see a window like any other.
+            windows.note_step(NO_TOKENS)
+            return closure()
+
+        def run_closure() -> Any:
+            result = closure()
+            factor = windows.take_left_out()
+            if factor == 0:
+                raise _NothingToStepOnError
+            if factor != 1:
+                scale_gradients((each for group in optimizer.param_groups for each in group["params"]), factor)
+            # what stands for a loss: of a batch that was left out Lightning has none, and would not step at all
+            return torch.zeros(()) if result is None else result
+
+        try:
+            with unscaled_before_step(optimizer), noting_steps(optimizer, self.precision_plugin) as has_stepped:
+                result = super().optimizer_step(optimizer, run_closure, model, **kwargs)
+        except _NothingToStepOnError:
+            windows.note_step(NO_TOKENS)
+            return None
+        windows.note_step(None if has_stepped() else NOT_FINITE)
+        return result
+
+
+class _NothingToStepOnError(Exception):
+    """No micro-batch of the window is left."""

@@ -1,0 +1,152 @@
+"""What a training step leaves behind: which of it has to be undone, and a loss that leads nowhere.
+
+Both are looked at inside the wrapper's forward: after it has synchronised buffers, and before it looks for the
+parameters that a loss leads to.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import FunctionType, MethodType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
+
+from lightning_tokennorm import _compat
+from lightning_tokennorm.gradients import graph_of, touching
+
+_LIGHTNINGS_OWN = frozenset(vars(pl.LightningModule())) | frozenset(vars(nn.Module()))
+"""Attributes that are Lightning's and torch's business."""
+
+
+@contextmanager
+def around_training_step(
+    module: pl.LightningModule, wrap: Callable[[Callable[..., STEP_OUTPUT]], STEP_OUTPUT]
+) -> Iterator[None]:
+    """Run `wrap` in the place of the module's `training_step`, which Lightning looks up inside the wrapper's forward.
+
+    Args:
+        module: The module.
+        wrap: Called with the step, ready to be called without arguments; returns what it returns.
+    """
+    own, before = module.training_step, vars(module).get("training_step")
+    module.training_step = lambda *args, **kwargs: wrap(lambda: own(*args, **kwargs))  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.training_step
+        else:
+            module.training_step = before  # type: ignore[method-assign]
+
+
+def with_way_to(output: STEP_OUTPUT, parameters: Sequence[nn.Parameter], *, may_be_partial: bool) -> STEP_OUTPUT:
+    """What the step of a micro-batch without tokens returned, with a loss whose backward all parameters take part in.
+
+    "No labels here" is often written as a fresh zero, or as None. Its gradient is zero in any case, but DDP waits for
+    each parameter.
+
+    Args:
+        output: What it returned.
+        parameters: Those that have to take part.
+        may_be_partial: Whether a loss may lead to some of them only.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if loss is not None and not isinstance(loss, Tensor):
+        return output
+    if loss is None:
+        loss = torch.zeros((), device=parameters[0].device) if parameters else torch.zeros(())
+    graph = graph_of(loss)
+    missing = [parameter for parameter in parameters if id(parameter) not in graph.reached]
+    if not missing or graph.hides_a_graph or (may_be_partial and len(missing) < len(parameters)):
+        return output
+    loss = touching(loss, missing)
+    return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+
+class Trace:
+    """Remembers what a forward may change, to put it back: buffers, random states, plain attributes, logged values.
+
+    Args:
+        module: The module.
+        trainer: Its Trainer.
+    """
+
+    def __init__(self, module: pl.LightningModule, trainer: pl.Trainer) -> None:
+        self._undo: list[Callable[[], None]] = [_compat.remember_logged(trainer)]
+        self._random = ExitStack()
+        self._random.enter_context(isolate_rng())
+        for part in module.modules():
+            self._remember_buffers(part)
+            self._remember_attributes(part)
+
+    def undo(self) -> None:
+        """Put everything back; to be called after the backward, which may need what the forward left."""
+        self._random.close()
+        with torch.no_grad():
+            while self._undo:
+                self._undo.pop()()
+
+    def _remember_buffers(self, part: nn.Module) -> None:
+        for name, buffer in part.named_buffers(recurse=False):
+            restore = _remember(buffer)
+
+            def put_back(name: str = name, buffer: Tensor = buffer, restore: Callable[[], None] = restore) -> None:
+                restore()
+                if getattr(part, name, None) is not buffer:
+                    setattr(part, name, buffer)
+
+            self._undo.append(put_back)
+
+    def _remember_attributes(self, part: nn.Module) -> None:
+        attributes = {
+            name: value
+            for name, value in vars(part).items()
+            if name not in _LIGHTNINGS_OWN and not isinstance(value, (FunctionType, MethodType))
+        }
+        contents = [_remember(value) for value in attributes.values()]
+
+        def put_back() -> None:
+            for name, value in list(vars(part).items()):
+                if not (name in attributes or name in _LIGHTNINGS_OWN or isinstance(value, (FunctionType, MethodType))):
+                    delattr(part, name)
+            vars(part).update(attributes)
+            for restore in contents:
+                restore()
+
+        self._undo.append(put_back)
+
+
+def _remember(value: Any) -> Callable[[], None]:
+    """A function that gives a value back the contents that it has now."""
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        version, contents = value._version, value.detach().clone()
+
+        def restore() -> None:
+            if value._version != version:
+                value.detach().copy_(contents)
+
+        return restore
+    if isinstance(value, (list, deque)):
+        items = list(value)
+
+        def restore_list() -> None:
+            value.clear()
+            value.extend(items)
+
+        return restore_list
+    if isinstance(value, (dict, set)):
+        entries = value.copy()
+
+        def restore_entries() -> None:
+            value.clear()
+            value.update(entries)
+
+        return restore_entries
+    return lambda: None
