@@ -8,31 +8,28 @@ Without options a real pretrained model, SmolLM2-135M-Instruct, learns to write 
 library. The run's folder gets `metrics.csv`, `loss.png` and `model/`, which `from_pretrained` loads.
 
 Read on in `causal_lm.py` (module, data and Trainer: this is where `TokenNormDDP` comes in), `chat_data.py`
-(conversations to labelled tokens), `smollm2.py` (the default model), `report.py` (plot and table) and `options.py`.
+(conversations to labelled tokens), `chat_files.py` and `chat_formats.py` (your own data), `docstring_data.py` and
+`smollm2.py` (the default data and model), `report.py` (plot and table) and `options.py`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import statistics
 import sys
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from chat_data import (
-    Conversation,
-    Sample,
-    encode,
-    encode_fitting,
-    hold_out,
-    read_conversations,
-    standard_library_conversations,
-)
+from chat_data import Conversation, Message, Sample, encode, encode_fitting, hold_out
+from chat_files import read_conversations
+from docstring_data import standard_library_conversations
 from options import InputError, Options, parse_options
 from smollm2 import new_folder, smollm2_folder
 
@@ -89,6 +86,7 @@ def run(options: Options) -> None:
     model = load_model(model_name)
     if is_first_process():
         create_output(options.output)
+        note_unused(train_samples + val_samples)
     outcome = finetune(model, tokenizer, train_samples, val_samples, devices, options)
     if outcome.is_rank_zero:
         report(outcome, options, model, tokenizer, val_samples[0].conversation, start)
@@ -170,6 +168,14 @@ def encode_all(
     return train_samples, val_samples
 
 
+def note_unused(samples: Sequence[Sample]) -> None:
+    """Say once what is in the data and takes no part in the training."""
+    counts = Counter(key for sample in samples for key in dict.fromkeys(sample.unused))
+    if counts:
+        keys = ", ".join(f"{key} in {count}" for key, count in counts.most_common())
+        print(f"Not used, of {len(samples)} conversations: {keys}", file=sys.stderr, flush=True)
+
+
 def report(
     outcome: Outcome,
     options: Options,
@@ -200,10 +206,10 @@ def report(
     curves = Curves.read(options.output / "metrics.csv")
     plot(curves, f"{name} on {ranks}", options.output / "loss.png")
 
-    messages, first = conversation.messages, conversation.first_answer
+    messages, first = conversation.messages, conversation.learnt[0]
     for title, text in (
-        (f"Prompt ({conversation.source})", messages[first - 1]["content"]),
-        ("Its answer in the data", messages[first]["content"]),
+        (f"Prompt ({conversation.source})", written(messages[first - 1])),
+        ("Its answer in the data", written(messages[first])),
         ("The model's answer before the training", outcome.answer_before),
         ("The model's answer after the training", outcome.answer_after),
     ):
@@ -223,6 +229,12 @@ def report(
         ("written to", f"{options.output}: metrics.csv, loss.png, model/"),
     ]
     print("\n" + table(rows))
+
+
+def written(message: Message) -> str:
+    """What a turn says, for people."""
+    calls = [json.dumps(call["function"]) for call in message.get("tool_calls", [])]
+    return "\n".join([message["content"], *calls] if message["content"] else calls)
 
 
 if __name__ == "__main__":

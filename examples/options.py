@@ -77,8 +77,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         "--data",
         type=Path,
         metavar="FILE",
-        help='JSON lines {"messages": [{"role": ..., "content": ...}, ...]}; only assistant turns are learnt '
-        "[functions of the standard library and their docstrings]",
+        help='JSON lines {"messages": [{"role": ..., "content": ...}, ...]} or another usual format; only assistant '
+        'turns are learnt, without those of "weight": 0 [functions of the standard library and their docstrings]',
     )
     parser.add_argument(
         "--val-data", type=Path, metavar="FILE", help="the same format, for validation [every tenth line of --data]"

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import chat_data
+import docstring_data
 import finetune_causal_lm
 import pytest
 import smollm2
 import torch
-from chat_data import Conversation, encode, read_conversations
+from chat_data import Conversation, encode
+from chat_files import read_conversations
 from options import InputError, parse_options
 
 from .conftest import CONTEXT, WORDS, run_example
@@ -102,7 +104,8 @@ def ids(words: str) -> list[int]:
 
 
 def conversation(*turns: tuple[str, str]) -> Conversation:
-    return Conversation([{"role": role, "content": content} for role, content in turns], "chats.jsonl:7")
+    learnt = tuple(index for index, (role, _) in enumerate(turns) if role == "assistant")
+    return Conversation([{"role": role, "content": content} for role, content in turns], "chats.jsonl:7", learnt)
 
 
 @pytest.mark.parametrize(
@@ -304,8 +307,8 @@ def test_the_command_line_answers_bad_input_at_once(tmp_path: Path) -> None:
 
 
 def test_standard_library_pairs_are_the_same_each_time_and_split_by_module() -> None:
-    training, validation = chat_data.standard_library_conversations()
-    assert (training, validation) == chat_data.standard_library_conversations()
+    training, validation = docstring_data.standard_library_conversations()
+    assert (training, validation) == docstring_data.standard_library_conversations()
     modules = [{turns.source.partition(".")[0] for turns in part} for part in (training, validation)]
     assert not modules[0] & modules[1]
     assert len(training) > 500
