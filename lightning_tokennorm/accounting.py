@@ -167,6 +167,7 @@ class WindowAccounting:
         self.padded_micro_batches += plan.padded_micro_batches
         self.lent_batch = self._lend(reports, batch, update)
         self._plan, self._update = plan, update
+        self.exchange.start()
         return plan
 
     def _refuse_empty_window(self, plan: WindowPlan, update: int) -> None:
