@@ -18,4 +18,4 @@ __all__ = ["SupervisedTokens", "TokenMean", "TokenMeanMetric", "TokenNormDDP", "
 __version__ = "0.1.0"
 
 TokenNormDDP.register_strategies(StrategyRegistry)
-_compat.warn_of_other_namespace()
+_compat.warn_of_other_namespace(frames=1)

@@ -75,7 +75,7 @@ class TokenNormStrategy(ParallelStrategy):
             audit=audit,
         )
         super().__init__(**host_kwargs)
-        _compat.warn_of_other_namespace()
+        _compat.warn_of_other_namespace(frames=2)
         self._last_update: UpdateRecord | None = None
         self._make_last_update: Callable[[], UpdateRecord] | None = None
         self._scale = ConstantScale()
@@ -222,8 +222,8 @@ class TokenNormStrategy(ParallelStrategy):
         self._feed_in_use.end_training()
         if windows.empty_windows:
             rank_zero_warn(
-                f"{windows.empty_windows} of {windows.windows} windows had no supervised token on any rank, so"
-                f" {windows.windows - windows.empty_windows} updates were made."
+                f"{windows.empty_windows} of {windows.windows} windows had no supervised token on any rank."
+                f" Updates made: {windows.windows - windows.empty_windows}."
             )
         if padded := windows.padded_micro_batches:
             rank_zero_info(
