@@ -329,10 +329,12 @@ class TokenNormStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        feed = self._feed_in_use
+        feed, windows = self._feed_in_use, self._windows
         if _compat.skips_backward(feed.trainer):
-            return super().training_step(*args, **kwargs)
-        windows = self._windows
+            windows.drop_window()  # of which there is nothing to record
+            assert self.lightning_module is not None
+            with around_training_step(self.lightning_module, self._step_forward_only):
+                return super().training_step(*args, **kwargs)
         if self._has_no_batch and feed.exchange.world_size == 1:
             windows.leave_out()
             return None
@@ -358,6 +360,15 @@ class TokenNormStrategy(ParallelStrategy):
                 accumulate=trainer.accumulate_grad_batches,
                 update=trainer.global_step,
             )
+        return output
+
+    def _step_forward_only(self, step: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
+        if not self._windows.stands_in:
+            return step()
+        assert self.lightning_module is not None
+        trace = Trace(self.lightning_module, self._feed_in_use.trainer)
+        output = step()
+        trace.undo()
         return output
 
     def _step_without_tokens(self, step: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
@@ -419,7 +430,7 @@ class TokenNormStrategy(ParallelStrategy):
         **kwargs: Any,
     ) -> Any:
         if _compat.skips_backward(self._feed_in_use.trainer):
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            return closure()  # what gradients there are have been stepped on
         windows = self._windows
         plan: WindowPlan = windows.finished_window(self._feed_in_use.trainer.accumulate_grad_batches)
         if plan.num_tokens == 0:
