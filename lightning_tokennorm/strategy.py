@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_tokennorm import _compat, resume
 from lightning_tokennorm.accounting import WindowAccounting
 from lightning_tokennorm.comm_hooks import HookReduces, what_hook_leaves
-from lightning_tokennorm.counting import SupervisedTokens, TokenCounter
+from lightning_tokennorm.counting import SupervisedTokens, TokenCounter, counter_for, describe_counter
 from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.exchange import WindowExchange, is_of_a_collective
 from lightning_tokennorm.grad_scaler import ConstantScale, unscaled_before_step
@@ -124,7 +124,8 @@ class TokenNormDDP(DDPStrategy):
                 " their mean: the first micro-batch is reduced twice there, which only a mean survives."
             )
         super().__init__(**ddp_kwargs)
-        self._count_tokens: TokenCounter = SupervisedTokens() if count_tokens is None else count_tokens
+        self._given_counter: TokenCounter = SupervisedTokens() if count_tokens is None else count_tokens
+        self._count_tokens = self._given_counter
         self._loss_reduction: LossReduction = loss_reduction
         self._counting = counting
         self._on_empty = on_empty
@@ -146,7 +147,10 @@ class TokenNormDDP(DDPStrategy):
 
     @property
     def count_tokens(self) -> TokenCounter:
-        """The counter of supervised tokens: a batch goes in, its count comes out."""
+        """The counter of supervised tokens: a batch goes in, its count comes out.
+
+        From the start of a fit on it is the one for the module that is fitted (`SupervisedTokens(shift="auto")`).
+        """
         return self._count_tokens
 
     @property
@@ -187,6 +191,7 @@ class TokenNormDDP(DDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
+        self._count_tokens = counter_for(self._given_counter, self.lightning_module if fitting else None)
         if fitting:
             self._refuse_impossible_setup()
         super().setup(trainer)
@@ -268,7 +273,7 @@ class TokenNormDDP(DDPStrategy):
         rank_zero_info(
             f"TokenNormDDP: every supervised token weighs the same over W={self._windows.exchange.world_size} ranks and"
             f" K={self._accumulate} micro-batches per update (counting={self._counting!r},"
-            f" loss_reduction={self._loss_reduction!r})."
+            f" loss_reduction={self._loss_reduction!r}). Counted: {describe_counter(self._count_tokens)}."
         )
 
     @override
