@@ -64,7 +64,7 @@ def test_nested_labels_lose_the_start_of_each_row(layout: torch.layout, shift: i
     batch = {"labels": torch.nested.nested_tensor(rows, layout=layout)}
     assert SupervisedTokens(shift=shift)(batch) == expected
     with pytest.raises(
-        TypeError, match="a nested tensor of 4 rows and dtype float32 at .*; expected a tensor of integer"
+        TypeError, match=r"a nested tensor of 4 rows and dtype float32 at .*; expected a tensor of integer"
     ):
         SupervisedTokens()({"labels": batch["labels"].float()})
 
