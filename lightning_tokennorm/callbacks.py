@@ -14,7 +14,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_tokennorm import _compat
-from lightning_tokennorm.counting import SupervisedTokens, TokenCounter, check_count
+from lightning_tokennorm.counting import SupervisedTokens, TokenCounter, check_count, counter_for
 from lightning_tokennorm.metric import TokenMean, TokenPerplexity, token_mean
 from lightning_tokennorm.window import LossReduction
 
@@ -46,7 +46,7 @@ class TokenMeanMetric(Callback):
     Args:
         name: What the keys say after the stage.
         count_tokens: Counts the supervised tokens of a batch. Default: the strategy's counter where it has one
-            (`TokenNormDDP`), else `SupervisedTokens()`.
+            (`TokenNormDDP`), else `SupervisedTokens()`, which looks at the module.
         loss_reduction: Whether the steps return the ``"mean"`` over their batch's tokens or their ``"sum"``. Default:
             the strategy's where it has one, else ``"mean"``.
         perplexity: Whether to log the perplexity, too.
@@ -102,14 +102,13 @@ class TokenMeanMetric(Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # Duck-typed on purpose: under any other strategy the same callback shows what that strategy does.
-        strategy = trainer.strategy
-        self._counter = self._given_counter or getattr(strategy, "count_tokens", None) or SupervisedTokens()
-        self._reduction = self._given_reduction or getattr(strategy, "loss_reduction", None) or "mean"
+        self._reduction = self._given_reduction or getattr(trainer.strategy, "loss_reduction", None) or "mean"
 
     # ---- training
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._take_counter(trainer, pl_module)
         self._window = TokenMean().to(_state_device(pl_module))
         self._train = self._new_metrics("train", pl_module)
 
@@ -174,6 +173,7 @@ class TokenMeanMetric(Callback):
         self._end_eval("test_step", trainer, pl_module)
 
     def _start_eval(self, stage: str, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._take_counter(trainer, pl_module)
         self._eval = [self._new_metrics(stage, pl_module) for _ in range(_compat.num_eval_loaders(trainer))]
         self._eval_has_loss = True
 
@@ -190,6 +190,11 @@ class TokenMeanMetric(Callback):
                 self._log(pl_module, key + suffix, metric, on_epoch=True)
 
     # ---- shared
+
+    def _take_counter(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Not in `setup`: what `configure_model` builds is not there yet, nor has the strategy looked at the module.
+        counter = self._given_counter or getattr(trainer.strategy, "count_tokens", None) or SupervisedTokens()
+        self._counter = counter_for(counter, pl_module)
 
     def _new_metrics(self, stage: str, pl_module: pl.LightningModule) -> dict[str, TokenMean]:
         kinds: dict[str, type[TokenMean]] = {f"{stage}_{self.name}": TokenMean}

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_tokennorm import _compat
 from lightning_tokennorm.accounting import NO_TOKENS, NOT_FINITE, WindowAccounting
-from lightning_tokennorm.counting import TokenCounter
+from lightning_tokennorm.counting import TokenCounter, counter_for, describe_counter
 from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.exchange import WindowExchange
 from lightning_tokennorm.grad_scaler import ConstantScale, noting_steps, unscaled_before_step
@@ -76,6 +76,7 @@ class TokenNormStrategy(ParallelStrategy):
         )
         super().__init__(**host_kwargs)
         _compat.warn_of_other_namespace()
+        self._counter = self._options.count_tokens
         self._last_update: UpdateRecord | None = None
         self._make_last_update: Callable[[], UpdateRecord] | None = None
         self._scale = ConstantScale()
@@ -85,8 +86,8 @@ class TokenNormStrategy(ParallelStrategy):
 
     @property
     def count_tokens(self) -> TokenCounter:
-        """The counter of supervised tokens: a batch goes in, its count comes out."""
-        return self._options.count_tokens
+        """The counter of supervised tokens: a batch goes in, its count comes out. While fitting that of the module."""
+        return self._counter
 
     @property
     def loss_reduction(self) -> LossReduction:
@@ -167,6 +168,7 @@ class TokenNormStrategy(ParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self._refuse_impossible_setup()
+            self._counter = counter_for(self._options.count_tokens, self.lightning_module)
         super().setup(trainer)
         if not fitting:
             return
@@ -174,7 +176,7 @@ class TokenNormStrategy(ParallelStrategy):
         feed, reduction = self._feed_in_use, self._reduction()
         feed.windows = WindowAccounting(
             feed.exchange,
-            self.count_tokens,
+            self._counter,
             loss_reduction=self.loss_reduction,
             on_empty=self._options.on_empty,
             uneven=self._options.uneven,
@@ -186,7 +188,7 @@ class TokenNormStrategy(ParallelStrategy):
         rank_zero_info(
             f"{type(self).__name__}: every supervised token weighs the same over W={feed.exchange.world_size} ranks and"
             f" K={_compat.describe_accumulation(trainer)} micro-batches per update"
-            f" (counting={self._options.counting!r}, loss_reduction={self.loss_reduction!r})."
+            f" (counting={self._options.counting!r}, loss_reduction={self.loss_reduction!r}). Counted: {describe_counter(self._counter)}."
         )
 
     def _refuse_impossible_setup(self) -> None:

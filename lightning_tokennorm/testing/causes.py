@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tokennorm.counting import Count, SupervisedTokens, TokenCounter, check_count, to_host
+from lightning_tokennorm.counting import Count, SupervisedTokens, TokenCounter, check_count, rows_of, to_host
 
 _TOLERANCE = 1e-3
 """Relative L2 distance at which two gradients are taken for the same: fingerprints differ by far more."""
@@ -60,10 +60,17 @@ def possible_denominators(batch: Any, counter: TokenCounter, returned: Any) -> d
         return found
     if not isinstance(labels, Tensor) or labels.dim() == 0:
         return found
-    live = labels != known.ignore_index
-    found |= {"unshifted": float(live.sum()), "positions": float(labels.numel()), "rows": float(len(labels))}
+    rows = [(row, row != known.ignore_index) for row in rows_of(labels)]
+    found |= {
+        "unshifted": float(sum(live.sum() for _, live in rows)),
+        "positions": float(labels.numel()),
+        "rows": float(labels.size(0)),
+    }
     if labels.dim() > 1:
-        found |= {"shifted": float(live[..., 1:].sum()), "shifted positions": float(labels[..., 1:].numel())}
+        found |= {
+            "shifted": float(sum(live[..., 1:].sum() for _, live in rows)),
+            "shifted positions": float(sum(row[..., 1:].numel() for row, _ in rows)),
+        }
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else getattr(batch, "attention_mask", None)
     if isinstance(mask, Tensor):
         found["attention mask"] = float(mask.sum())

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from lightning_tokennorm.counting import Count, SupervisedTokens, TokenCounter
+from lightning_tokennorm.counting import Count, SupervisedTokens, TokenCounter, counter_for
 from lightning_tokennorm.strategies import TokenNormDDP
 from lightning_tokennorm.testing.causes import Probe, count_on_host, flat, likely_cause, possible_denominators
 from lightning_tokennorm.testing.ranks import run_ranks
@@ -165,15 +165,15 @@ def assert_partition_invariant(
         raise ValueError("`assert_partition_invariant(samples=...)` got no sample; expected about a dozen.")
     make_strategy = _strategy_maker(strategy)
     probed_strategy = make_strategy()
+    module, layers_with_dropout = prepare(make_module)
     case = _Case(
         make_module,
         samples,
         collate_fn or default_collate,
         make_strategy,
-        getattr(probed_strategy, "count_tokens", None) or SupervisedTokens(),
+        counter_for(getattr(probed_strategy, "count_tokens", None) or SupervisedTokens(), module),
         getattr(probed_strategy, "loss_reduction", "mean"),
     )
-    module, layers_with_dropout = prepare(make_module)
     notes = _check_preconditions(case, module, layers_with_dropout, allow_batch_dependent)
     can_blank = isinstance(case.counter, SupervisedTokens)
     if not can_blank:

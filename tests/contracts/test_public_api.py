@@ -41,7 +41,7 @@ def test_signatures() -> None:
         "ddp_hook_reduces": None,
         "ddp_kwargs": None,
     }
-    assert parameters(package.SupervisedTokens) == {"labels": "labels", "ignore_index": -100, "shift": 1}
+    assert parameters(package.SupervisedTokens) == {"labels": "labels", "ignore_index": -100, "shift": "auto"}
     assert parameters(package.TokenMeanMetric) == {
         "name": "loss_per_token",
         "count_tokens": None,
