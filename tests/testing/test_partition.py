@@ -204,7 +204,7 @@ def test_preconditions_are_looked_at() -> None:
         check(WithBatchNorm)
     with pytest.raises(ValueError, match="is not deterministic"):
         check(Noisy)
-    with pytest.raises(ValueError, match=r"same weights each time: model\.head\.bias differ"):
+    with pytest.raises(ValueError, match=r"same weights each time: 'model\.head\.bias' differ"):
         check(NewWeights)
     with pytest.raises(ValueError, match="got no sample"):
         assert_partition_invariant(TinyModule, [])
