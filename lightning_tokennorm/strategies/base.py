@@ -188,7 +188,8 @@ class TokenNormStrategy(ParallelStrategy):
         rank_zero_info(
             f"{type(self).__name__}: every supervised token weighs the same over W={feed.exchange.world_size} ranks and"
             f" K={_compat.describe_accumulation(trainer)} micro-batches per update"
-            f" (counting={self._options.counting!r}, loss_reduction={self.loss_reduction!r}). Counted: {describe_counter(self._counter)}."
+            f" (counting={self._options.counting!r}, loss_reduction={self.loss_reduction!r})."
+            f" Counted: {describe_counter(self._counter)}."
         )
 
     def _refuse_impossible_setup(self) -> None:

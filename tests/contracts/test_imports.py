@@ -52,8 +52,13 @@ ALLOWED: dict[str, set[str]] = {
     # what users prove with: stands on top of everything, and nothing stands on it
     "testing/ranks": {"torch"},
     "testing/splits": set(),
-    "testing/watch": {"torch", "lightning"},
-    "testing/causes": {"torch", "counting"},
+    "testing/module": {"torch", "lightning"},
+    "testing/plain_sgd": {"torch", "lightning"},
+    "testing/watch": {"torch", "lightning", "testing"},
+    "testing/compare": {"torch", "testing"},
+    "testing/causes": {"torch", "counting", "testing"},
+    "testing/failures": {"counting", "testing"},
+    "testing/report": {"counting"},
     "testing/partition": {"torch", "lightning", "counting", "strategies", "testing"},
     "testing/__init__": {"testing"},
 }
