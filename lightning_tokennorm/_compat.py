@@ -271,7 +271,7 @@ def warn_of_other_namespace() -> None:
 
 def skips_backward(trainer: pl.Trainer) -> bool:
     """Whether the fit loop runs forwards only."""
-    return bool(_private(trainer.fit_loop, "_skip_backward"))
+    return trainer.fit_loop._skip_backward  # asked several times per micro-batch
 
 
 def micro_batches_done(trainer: pl.Trainer) -> int:
