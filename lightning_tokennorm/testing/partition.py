@@ -174,7 +174,8 @@ def _run(
 
 def _check_preconditions(case: _Case, allow_batch_dependent: bool) -> tuple[_Case, Facts, list[str]]:
     """Look at what the check relies on; returns the case with the module's counter, facts, and notes."""
-    case = replace(case, counter=_run(_take_counter, 1, case, facts=None)[0])
+    if isinstance(case.counter, SupervisedTokens) and case.counter.shift == "auto":
+        case = replace(case, counter=_run(_take_counter, 1, case, facts=None)[0])
     without_tokens, shift_shows = _run(_look_at_labels, 1, case, facts=None)[0]
     if without_tokens:
         raise ValueError(without_tokens)
@@ -214,9 +215,8 @@ def _check_preconditions(case: _Case, allow_batch_dependent: bool) -> tuple[_Cas
 def _take_counter(rank: int, world_size: int, case: _Case) -> TokenCounter:
     """The counter that fits the module, which `configure_model` may have built only in a fit."""
     module = build(case.make_module)
-    if isinstance(case.counter, SupervisedTokens) and case.counter.shift == "auto":
-        with suppress(Exception):  # is told where the fits are run that the check is about
-            fit(module, case.batches([MicroBatch((0,))]), strategy="auto")
+    with suppress(Exception):  # is told where the fits are run that the check is about
+        fit(module, case.batches([MicroBatch((0,))]), strategy="auto")
     return counter_for(case.counter, module)
 
 

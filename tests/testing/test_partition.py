@@ -246,7 +246,7 @@ def test_the_examples_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         attention_dropout=0.1,
     )
     samples = [
-        Sample(ids, [-100] * prompt + ids[prompt:], Conversation([], ""))
+        Sample(ids, [-100] * prompt + ids[prompt:], Conversation([], "", (1,)))
         for ids, prompt in ((list(range(2, 2 + 5 + i % 4)), 1 + i % 3) for i in range(12))
     ]
     report = assert_partition_invariant(
