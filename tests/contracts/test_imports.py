@@ -24,7 +24,14 @@ ALLOWED: dict[str, set[str]] = {
     "resume": {"_compat", "errors"},
     "refusals": {"torch", "lightning", "_compat", "comm_hooks", "errors"},
     "metric": {"torch", "torchmetrics", "counting"},
-    "callbacks": {"torch", "torchmetrics", "lightning", "_compat", "counting", "metric", "window", "typing_extensions"},
+    "callbacks/bars": {"lightning"},
+    "callbacks/batch_sums": {"torch", "counting", "window"},
+    "callbacks/monitors": {"lightning", "_compat"},
+    "callbacks/token_mean": {
+        *("torch", "torchmetrics", "lightning", "typing_extensions"),
+        *("_compat", "callbacks", "counting", "metric", "window"),
+    },
+    "callbacks/__init__": {"callbacks"},
     "strategy": {
         *("torch", "lightning", "typing_extensions"),
         *(
