@@ -463,6 +463,9 @@ def test_names_of_several_loaders_of_a_perplexity_and_of_others() -> None:
         1, callbacks=[TokenMeanMetric("nll_per_token", perplexity=True), shown], enable_progress_bar=True
     )
     trainer.fit(LogsToo(), make_loader(FOUR), [make_loader(R1[0]), make_loader(R1[1])])
+    # a short name that the module shows already is left to it
+    assert {"ppl": 7.0, "nll/tok": 2.0}.items() <= shown.at_batches[1].items()
+    assert shown.at_batches[1]["train_perplexity_step"] == pytest.approx(math.exp(2), abs=1e-9)
     assert list(shown.at_epochs[0]) == [
         "ppl",  # the module's own
         *("val_nll/tok/0", "val_ppl/0", "val_nll/tok/1", "val_ppl/1"),
