@@ -307,9 +307,34 @@ def remember_logged(trainer: pl.Trainer) -> Callable[[], None]:
     return restore
 
 
-def is_accumulating(trainer: pl.Trainer) -> bool:
-    """Whether the micro-batch in hand is not the last one of its window."""
-    return bool(_private(trainer.fit_loop, "_should_accumulate")())
+def watch_division_of_loss(trainer: pl.Trainer, note: Callable[[int], None]) -> Callable[[], None]:
+    """Tell by how much Lightning divides each training loss, where it does so.
+
+    That is ``K`` as it is when `training_step` has returned, and no hook runs there: whatever is read in one may have
+    been changed before or after.
+
+    Args:
+        trainer: The Trainer; with manual optimization nothing is divided and nothing is told.
+        note: Called with the divisor.
+
+    Returns:
+        A function that takes the change back.
+    """
+    loop = _private(trainer.fit_loop.epoch_loop, "automatic_optimization")
+    result_class: Any = _private(loop, "output_result_cls")
+
+    class Noting(result_class):  # type: ignore[misc]
+        @classmethod
+        def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> Any:
+            note(normalize)
+            return super().from_training_step_output(training_step_output, normalize)
+
+    loop.output_result_cls = Noting
+
+    def restore() -> None:
+        loop.__dict__.pop("output_result_cls", None)
+
+    return restore
 
 
 def logs_this_update(trainer: pl.Trainer) -> bool:
@@ -318,9 +343,15 @@ def logs_this_update(trainer: pl.Trainer) -> bool:
     Only from counters that are the same on all ranks: `Trainer.should_stop`, which Lightning looks at too, may differ,
     and a collective that hangs on it would not be joined by all.
     """
-    every: int = _private(trainer, "log_every_n_steps")
+    every = log_every_n_steps(trainer)
     updates: int = _private(trainer.fit_loop.epoch_loop, "_batches_that_stepped") + 1
     return every > 0 and updates % every == 0
+
+
+def log_every_n_steps(trainer: pl.Trainer) -> int:
+    """After how many updates Lightning writes to the loggers; 0 for never."""
+    every: int = _private(trainer, "log_every_n_steps")
+    return every
 
 
 def set_step_value(metric: Metric, value: Any) -> None:

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_tokennorm import _compat
 from lightning_tokennorm.accounting import NO_TOKENS, NOT_FINITE, WindowAccounting
-from lightning_tokennorm.counting import TokenCounter, counter_for, describe_counter
+from lightning_tokennorm.counting import Count, TokenCounter, counter_for, describe_counter
 from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.exchange import WindowExchange
 from lightning_tokennorm.grad_scaler import ConstantScale, noting_steps, unscaled_before_step
@@ -112,6 +112,13 @@ class TokenNormStrategy(ParallelStrategy):
         Its gradient is zero, and what its forward changes or logs is put back.
         """
         return self._feed is not None and self._feed.windows is not None and self._feed.windows.stands_in
+
+    @property
+    def micro_batch_tokens(self) -> Count | None:
+        """``n``: the supervised tokens of this rank's micro-batch in hand, counted ahead; ``None`` outside a window."""
+        if self._feed is None or self._feed.windows is None or not self._feed.windows.has_window:
+            return None
+        return self._feed.windows.num_tokens_in_hand()
 
     # ---- what a host says
 

@@ -18,7 +18,7 @@ def test_private_names() -> None:
         (fit_loop, "_select_data_fetcher"),
         (trainer.fit_loop, "setup_data"),
         (CombinedLoader([]), "_state_dicts"),
-        (trainer.fit_loop, "_should_accumulate"),
+        (trainer.fit_loop.epoch_loop.automatic_optimization, "output_result_cls"),
         (trainer.fit_loop.epoch_loop, "_batches_that_stepped"),
         (trainer, "log_every_n_steps"),
         (TokenMean(), "_forward_cache"),
