@@ -268,6 +268,11 @@ class TokenMeanMetric(Callback):
 
     # ---- shared
 
+    def _take_counter(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Not in `setup`: what `configure_model` builds is not there yet, nor has the strategy looked at the module.
+        counter = self._given_counter or getattr(trainer.strategy, "count_tokens", None) or SupervisedTokens()
+        self._counter = counter_for(counter, pl_module)
+
     @property
     def _names(self) -> list[str]:
         return [self.name, "perplexity"] if self.perplexity else [self.name]
