@@ -17,7 +17,7 @@ from lightning_tokennorm import _compat
 from lightning_tokennorm.callbacks.bars import eval_names, show_short_names, train_names
 from lightning_tokennorm.callbacks.batch_sums import BatchSums
 from lightning_tokennorm.callbacks.monitors import is_monitored, warn_of_other_monitors
-from lightning_tokennorm.counting import SupervisedTokens, TokenCounter
+from lightning_tokennorm.counting import SupervisedTokens, TokenCounter, counter_for
 from lightning_tokennorm.metric import TokenMean, TokenPerplexity, token_mean
 from lightning_tokennorm.window import LossReduction
 
