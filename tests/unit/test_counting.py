@@ -192,7 +192,7 @@ def test_counts_too_small_to_divide_by(value: Any) -> None:
     assert to_host([0.0, 2.0**-100]) == (0.0, 2.0**-100)
     # what is divided by the smallest one still fits into float32
     plan = WindowPlan.agreed([RankReport(2.0**-100, 1, 64)] * 1024, (2.0**-100,))
-    assert torch.tensor(plan.factor(0, "sum"), dtype=torch.float32).isfinite()
+    assert torch.tensor(plan.factor(0, "sum", 64), dtype=torch.float32).isfinite()
 
 
 @pytest.mark.parametrize("value", [None, "3", torch.zeros(2), True, torch.tensor(True), {"a": 1}])
