@@ -211,6 +211,10 @@ class WindowAccounting:
         """Whether there is a window in hand, or one that has been finished and not been recorded."""
         return self._plan is not None
 
+    def drop_window(self) -> None:
+        """Leave the window in hand without a record: nothing is trained on in it."""
+        self._plan = None
+
     def window_in_hand(self, doing: str, accumulate: int) -> WindowPlan:
         """The plan of the window.
 

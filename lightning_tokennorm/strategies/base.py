@@ -83,6 +83,7 @@ class TokenNormStrategy(ParallelStrategy):
         self._trace: Trace | None = None  # of a forward that has to be undone
         self._left_off_at: checkpoints.Progress | None = None
         self._feed: WindowFeed | None = None  # there while fitting
+        self._has_no_batch = False  # a transfer hook returned None
 
     @property
     def count_tokens(self) -> TokenCounter:
@@ -317,11 +318,36 @@ class TokenNormStrategy(ParallelStrategy):
         return f"batch {feed.trainer.fit_loop.batch_idx} on rank {feed.exchange.rank}"
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        feed = self._feed_in_use
-        if _compat.skips_backward(feed.trainer):
-            return super().training_step(*args, **kwargs)
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        moved, feed = super().batch_to_device(batch, device, dataloader_idx), self._feed
+        if feed is None or not feed.trainer.training or _compat.skips_backward(feed.trainer):
+            return moved
+        self._has_no_batch = moved is None
+        if not self._has_no_batch:
+            return moved
+        # Lightning leaves a micro-batch without a batch out, and with it the end of its window.
         windows = self._windows
+        if windows.num_tokens_in_hand() and feed.exchange.world_size > 1:
+            raise TokenNormError(
+                f"A transfer hook returned None for batch {feed.trainer.fit_loop.batch_idx + 1} on rank"
+                f" {feed.exchange.rank}, whose {windows.num_tokens_in_hand()} supervised tokens the ranks have counted"
+                " already. To leave a batch out, drop it in the loader, which may yield None, or set its labels to"
+                " -100 there."
+            )
+        windows.start_micro_batch(windows.micro_batch, stands_in=True)
+        return batch if batch is not None else {}
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        feed, windows = self._feed_in_use, self._windows
+        if _compat.skips_backward(feed.trainer):
+            windows.drop_window()  # of which there is nothing to record
+            assert self.lightning_module is not None
+            with around_training_step(self.lightning_module, self._step_forward_only):
+                return super().training_step(*args, **kwargs)
+        if self._has_no_batch and feed.exchange.world_size == 1:
+            windows.leave_out()
+            return None
         try:
             if windows.num_tokens_in_hand() == 0:
                 assert self.lightning_module is not None
@@ -346,11 +372,20 @@ class TokenNormStrategy(ParallelStrategy):
             )
         return output
 
+    def _step_forward_only(self, step: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
+        if not self._windows.stands_in:
+            return step()
+        assert self.lightning_module is not None
+        trace = Trace(self.lightning_module, self._feed_in_use.trainer)
+        output = step()
+        trace.undo()
+        return output
+
     def _step_without_tokens(self, step: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
         if self._windows.stands_in:
             assert self.lightning_module is not None
             self._trace = Trace(self.lightning_module, self._feed_in_use.trainer)
-        return self._give_way_to_parameters(step())
+        return self._give_way_to_parameters(None if self._has_no_batch else step())
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -405,7 +440,7 @@ class TokenNormStrategy(ParallelStrategy):
         **kwargs: Any,
     ) -> Any:
         if _compat.skips_backward(self._feed_in_use.trainer):
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            return closure()  # what gradients there are have been stepped on
         windows = self._windows
         plan: WindowPlan = windows.finished_window(self._feed_in_use.trainer.accumulate_grad_batches)
         if plan.num_tokens == 0:

@@ -6,9 +6,11 @@ parameters that a loss leads to.
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -123,30 +125,65 @@ class Trace:
         self._undo.append(put_back)
 
 
-def _remember(value: Any) -> Callable[[], None]:
-    """A function that gives a value back the contents that it has now."""
-    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-        version, contents = value._version, value.detach().clone()
+_DATA = (int, float, complex, str, bytes, type(None), Tensor, list, deque, dict, set, tuple)
+_MOST_ITEMS = 256
 
-        def restore() -> None:
-            if value._version != version:
-                value.detach().copy_(contents)
 
-        return restore
+def _remember(value: Any, depth: int = 4) -> Callable[[], None]:
+    """A function that gives a value back the contents that it has now.
+
+    Contents are tensors, arrays, generators, containers of them, and objects that hold nothing but such data, as meters
+    do. What is in a long container is not looked at one by one.
+
+    Args:
+        value: Anything; of what cannot be told what it holds nothing is remembered.
+        depth: How many containers may be in each other.
+    """
+    if isinstance(value, Tensor):
+        return _remember_tensor(value)
+    if isinstance(value, torch.Generator):
+        return partial(_set_state, value, value.get_state())
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if (bits := getattr(value, "bit_generator", None)) is not None:  # NumPy's
+        return partial(setattr, bits, "state", bits.state)
+    if hasattr(value, "__array_interface__") and hasattr(value, "copy"):
+        return partial(value.__setitem__, ..., value.copy())
+    before: Any
+    inner: Any
+    put_back: Callable[[Any], Any]
     if isinstance(value, (list, deque)):
-        items = list(value)
+        before, inner, put_back = value.copy(), value, value.extend
+    elif isinstance(value, dict):
+        before, inner, put_back = value.copy(), value.values(), value.update
+    elif isinstance(value, set):
+        before, inner, put_back = value.copy(), (), value.update
+    elif hasattr(value, "__dict__") and all(isinstance(each, _DATA) for each in vars(value).values()):
+        return _remember(vars(value), depth)
+    else:
+        return lambda: None
+    contents = [_remember(each, depth - 1) for each in inner] if depth and len(value) <= _MOST_ITEMS else []
 
-        def restore_list() -> None:
-            value.clear()
-            value.extend(items)
+    def restore() -> None:
+        value.clear()
+        put_back(before)
+        for each in contents:
+            each()
 
-        return restore_list
-    if isinstance(value, (dict, set)):
-        entries = value.copy()
+    return restore
 
-        def restore_entries() -> None:
-            value.clear()
-            value.update(entries)
 
-        return restore_entries
-    return lambda: None
+def _set_state(generator: torch.Generator, state: Tensor) -> None:
+    generator.set_state(state)
+
+
+def _remember_tensor(value: Tensor) -> Callable[[], None]:
+    if isinstance(value, nn.Parameter):
+        return lambda: None
+    version, contents = value._version, value.detach().clone()
+
+    def restore() -> None:
+        if value._version != version:
+            value.detach().copy_(contents)
+
+    return restore
