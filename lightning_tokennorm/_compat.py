@@ -226,8 +226,9 @@ def has_loader_states(checkpoint: Mapping[str, Any]) -> bool:
 
 
 def has_progress(checkpoint: dict[str, Any]) -> bool:
-    """Whether a checkpoint says how far the training has come; one with weights only does not."""
-    return "fit_loop" in checkpoint.get("loops", {})
+    """Whether a checkpoint says how far the training has come, and can be gone on from; not one with weights only."""
+    # Lightning writes its loops' counters into both.
+    return "fit_loop" in checkpoint.get("loops", {}) and "callbacks" in checkpoint
 
 
 def align_logged_step(trainer: pl.Trainer) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_tokennorm.counting import Count, TokenCounter, check_count, to_host
-from lightning_tokennorm.errors import TokenNormError
+from lightning_tokennorm.errors import RaisedElsewhere, TokenNormError, text_of
 from lightning_tokennorm.exchange import WindowExchange
 from lightning_tokennorm.window import LossReduction, RankReport, UpdateRecord, WindowPlan, disagreement, total
 
@@ -144,13 +144,14 @@ class WindowAccounting:
         if alone := [rank for rank, report in enumerate(reports) if report.meets]:
             raise TokenNormError(
                 f"At update {update}, rank {alone[0]} saves a full checkpoint while others train. Call"
-                " `trainer.save_checkpoint` on all ranks.",
-                together=True,
+                " `trainer.save_checkpoint` on all ranks; one with weights only can be saved by one."
             )
         if any(report.refuses for report in reports):
             self._refuse_together(self._reported_failure, update)
         if problem := disagreement(reports, pad=self._pad):
-            raise TokenNormError(f"At update {update}, {problem}", together=True)
+            # A rank that changes its K alone, between windows, hears of it when the others report their next one.
+            moved = self.windows > 0 and len({report.accumulate for report in reports}) > 1
+            raise TokenNormError(f"At update {update}, {problem}", together=not moved)
         if not any(report.micro_batches for report in reports):  # the data of all ranks has ended
             return None
         plan = WindowPlan.agreed(reports, self._reported_tokens, ranks_divided_by=self._ranks_divided_by)
@@ -166,6 +167,7 @@ class WindowAccounting:
         self.padded_micro_batches += plan.padded_micro_batches
         self.lent_batch = self._lend(reports, batch, update)
         self._plan, self._update = plan, update
+        self.exchange.start()
         return plan
 
     def _refuse_empty_window(self, plan: WindowPlan, update: int) -> None:
@@ -344,7 +346,7 @@ class WindowAccounting:
             self._mismatches.append(f"batch {batch_idx}: {problem}.")
         if self.micro_batch < plan.micro_batches - 1:
             return
-        if listed := self._gather_listed(" ".join(self._mismatches) or None):
+        if listed := _listed(self.exchange.gather_objects(" ".join(self._mismatches) or None)):
             raise TokenNormError(
                 f"At update {update}, the tokens counted ahead are not those that `training_step` used. {listed} Usual"
                 " reasons: the loss shifts labels and the counter does not, or the other way round"
@@ -354,18 +356,23 @@ class WindowAccounting:
             )
 
     def _refuse_together(self, failure: Exception | None, update: int) -> NoReturn:
-        listed = self._gather_listed(None if failure is None else f"{type(failure).__name__}: {failure}")
-        # What a user's own code raised is shown where it did; the words of this package's are all there is to see.
-        cause = None if failure is None or _is_of_this_package(failure) else failure
+        own, shown = None, None
+        if failure is not None:
+            own = f"{type(failure).__name__}: {failure}"
+            # What a user's own code raised is shown where it did; the words of this package's are all there is to see.
+            shown = None if _is_of_this_package(failure) else text_of(failure)
+        reasons = self.exchange.gather_objects((own, shown))
+        elsewhere = next((RaisedElsewhere(rank, text) for rank, (_, text) in enumerate(reasons) if text), None)
+        listed = _listed([reason for reason, _ in reasons])
         text = f"At update {update}, the coming micro-batches cannot be used. {listed}"
-        raise TokenNormError(text, together=True) from cause
+        raise TokenNormError(text, together=True) from (failure if shown else elsewhere)
 
-    def _gather_listed(self, reason: str | None) -> str:
-        """What ranks have to say, in one text that is the same on all of them; empty where nobody has."""
-        reasons = self.exchange.gather_objects(reason)
-        if len(reasons) > 1 and reason is not None and len(set(reasons)) == 1:
-            return f"All ranks: {reason}"
-        return " ".join(f"Rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
+
+def _listed(reasons: Sequence[str | None]) -> str:
+    """What ranks have to say, in one text; empty where nobody has."""
+    if len(reasons) > 1 and reasons[0] is not None and len(set(reasons)) == 1:
+        return f"All ranks: {reasons[0]}"
+    return " ".join(f"Rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
 
 
 def _record(

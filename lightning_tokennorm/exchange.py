@@ -15,6 +15,7 @@ import itertools
 import pickle
 import struct
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -31,6 +32,7 @@ from lightning_tokennorm.window import RankReport
 _WORDS = 5
 _FLAGS = ("refuses", "borrows", "sigterm", "requeue", "meets")
 _STORE_ANSWERS_WITHIN_S = 5
+_ASKS_EVERY_S = 0.5
 _EXCHANGES = itertools.count()
 """Numbers the exchanges over a group, so that no word is left from an earlier one: its ranks make them in step."""
 
@@ -59,6 +61,7 @@ class WindowExchange:
         self._table = torch.zeros(self.world_size, _WORDS, dtype=torch.int64)
         self._rows = list(self._table.unbind())
         self._on_its_way: dist.Work | None = None
+        self._sent = self._sent_at_start = 0  # rows so far, and as the latest window started
         self._reports: list[RankReport] = []
 
     @classmethod
@@ -93,6 +96,7 @@ class WindowExchange:
         Raises:
             TokenNormError: As `receive`.
         """
+        self._sent += 1
         if self.group is None:
             self._reports = [report]
             return
@@ -111,9 +115,46 @@ class WindowExchange:
             TokenNormError: Another rank is gone or did not come within the timeout.
         """
         if self._on_its_way is not None:
+            if self._sent > self._sent_at_start + 1:  # more than the others may have sent
+                self._wait_beside_others(self._on_its_way)
             self._wait()
             self._reports = [_from_words(words) for words in self._table.tolist()]
         return self._reports
+
+    def start(self) -> None:
+        """Say that this rank starts the window that was reported last; every rank has to call this."""
+        self._sent_at_start = self._sent
+        if self.group is not None:
+            with suppress(RuntimeError):  # without the store nothing but this goes on as before
+                _store().set(f"{self._word}/{self.rank}", str(self._sent))
+
+    def _wait_beside_others(self, work: dist.Work) -> None:
+        """Wait for a row that was sent anew, as long as no other rank has started its window without one.
+
+        Such a rank sends its next row at the end of that window, to which it may not come: the host's own collectives
+        in a forward wait for this rank.
+        """
+        asked_at = time.monotonic()
+        while not work.is_completed():
+            time.sleep(0.001)
+            if time.monotonic() - asked_at < _ASKS_EVERY_S:
+                continue
+            asked_at, gone = time.monotonic(), self._gone_on()
+            if gone is not None:
+                raise TokenNormError(
+                    f"Rank {self.rank} has reported a window anew that rank {gone} has started as it was:"
+                    f" `accumulate_grad_batches` differs between ranks, since rank {self.rank} has changed it between"
+                    " windows and not all others have, or it has left an epoch alone. Do so on all ranks."
+                )
+
+    def _gone_on(self) -> int | None:
+        """A rank that has started a window with one row less than this one has sent."""
+        others = {rank: f"{self._word}/{rank}" for rank in range(self.world_size) if rank != self.rank}
+        with suppress(RuntimeError):
+            for rank, key in others.items():
+                if _store().check([key]) and int(_store().get(key)) == self._sent - 1:
+                    return rank
+        return None
 
     def meet(self) -> bool:
         """Ask whether all ranks are at such a call, between or inside windows, before they exchange objects there.

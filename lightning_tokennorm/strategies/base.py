@@ -229,7 +229,8 @@ class TokenNormStrategy(ParallelStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         windows = self._windows
-        self._left_off_at = self._progress("the end of training", together=True)  # for a checkpoint after the fit
+        self._left_off_at = self._progress(checkpoints.THE_END, together=True)  # for a checkpoint after the fit
+        self._feed_in_use.end_training()
         if windows.empty_windows:
             rank_zero_warn(
                 f"{windows.empty_windows} of {windows.windows} windows had no supervised token on any rank, so"
@@ -278,7 +279,7 @@ class TokenNormStrategy(ParallelStrategy):
         if _compat.has_progress(checkpoint):
             progress = self._left_off_at
             if self._feed is not None and self._feed.fetcher is not None:
-                progress = self._progress("a checkpoint", together=not self._ends_alone)
+                progress = self._progress(checkpoints.A_CHECKPOINT, together=not self._ends_alone)
             if progress is not None:
                 checkpoints.write(checkpoint, progress)
         super().save_checkpoint(checkpoint, filepath, storage_options)
