@@ -220,7 +220,7 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         ends = self.fetched >= self._owner.length
         if ends or self._owner.windows_left <= 1:
             self._owner.report_window([], accumulate, None, False)
-            self.done = ends
+            self.done = ends or self.fetched % accumulate != 0  # a short window is the last one of all ranks' data
             return
         if not self._ahead and self._stand_in is None:
             self._stand_in = _copy(batch)  # before the step that may change it
