@@ -222,7 +222,7 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
             self._owner.report_window([], accumulate, None, False)
             self.done = ends or self.fetched % accumulate != 0  # a short window is the last one of all ranks' data
             return
-        if not self._ahead and self._stand_in is None:
+        if self._stand_in is None and all(read.item[0] is None for read in self._ahead):
             self._stand_in = _copy(batch)  # before the step that may change it
         self._report(accumulate)
         # a rank that has more itself need not wait to know that the epoch goes on
