@@ -13,6 +13,7 @@ Ranks go through their windows in step. Where this rank has fewer micro-batches 
 from __future__ import annotations
 
 import copy
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -177,6 +178,11 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         if self._ahead:
             return self._ahead[0].origin
         return Origin() if self.done or self.ended else self._here()
+
+    @property
+    def stream_has_ended(self) -> bool:
+        """Whether the epoch is over, and its length was not known before on some rank."""
+        return bool(self.done) and math.isinf(self._owner.length)
 
     @property
     def ended(self) -> bool:
