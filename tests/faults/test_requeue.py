@@ -26,7 +26,7 @@ def cluster(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "scontrol").write_text(SCONTROL)
     (tmp_path / "bin" / "scontrol").chmod(0o755)
-    yield tmp_path
+    return tmp_path
 
 
 @pytest.fixture(scope="module")
