@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.helpers.scalar_rig import make_trainer
-from tests.helpers.tiny_lm import TinyModule, collate, flat, make_samples, reference
+from tests.helpers.tiny_lm import TinyModule, collate, flat, make_samples, num_supervised, reference
 
 LR = 0.5
 TOLERANCE = 1e-12
@@ -57,23 +57,38 @@ class Case:
 
 @lru_cache
 def expected(case: Case) -> list[Tensor]:
-    """The gradient of each update, from one process on the merged windows."""
-    return reference(case.windows(), LR)[0]
+    """The gradient of each update, from one process on the merged windows; zero where a window has no token."""
+    windows = case.windows()
+    gradients = iter(reference([each for each in windows if num_supervised(collate(each))], LR)[0])
+    return [next(gradients) if num_supervised(collate(each)) else torch.zeros(()) for each in windows]
 
 
 class Stream(IterableDataset[Any]):
-    """Batches of an unknown number."""
+    """Batches of an unknown number, with a state to resume from."""
 
     def __init__(self, batches: list[Any]) -> None:
         self.batches = batches
+        self.position = 0
+        self._resumed = False
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
+        if not self._resumed:
+            self.position = 0
+        self._resumed = False
+        while self.position < len(self.batches):
+            self.position += 1
+            yield self.batches[self.position - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position, self._resumed = state["position"], True
 
 
 def full_parameters(model: Any) -> Tensor:
     """The whole parameters of a model whose host keeps them in shards, on every rank."""
-    if isinstance(model, FullyShardedDataParallel):
+    if FullyShardedDataParallel.fsdp_modules(model):
         with FullyShardedDataParallel.summon_full_params(model, writeback=False):
             return flat(model.parameters()).clone()
     return flat(getattr(each, "full_tensor", lambda each=each: each)() for each in model.parameters()).clone()
@@ -107,17 +122,30 @@ class Updates(Callback):
             self._before = after
 
 
+def make_loader(rank: int, case: Case) -> Any:
+    """A rank's loader; ranks beyond the case's hold the data of others, as copies do."""
+    batches = [collate(samples) for samples in case.micro_batches()[rank % len(case.lengths)]]
+    return Stream(batches) if case.stream else DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+
 def fit(
     rank: int, world_size: int, case: Case, strategy: Any, module: Module | None = None, **options: Any
 ) -> list[Tensor]:
-    """Train on a case, on this rank; ranks beyond the case's hold the data of others, as copies do.
+    """Train on a case, on this rank.
+
+    Args:
+        rank: This rank.
+        world_size: The number of ranks.
+        case: The case.
+        strategy: A strategy, or the name of one.
+        module: The module; a `Module` by default.
+        options: Of the Trainer, and ``ckpt_path``.
 
     Returns:
         The gradient of each update.
     """
-    batches = [collate(samples) for samples in case.micro_batches()[rank % len(case.lengths)]]
-    loader: Any = DataLoader(Stream(batches) if case.stream else batches, batch_size=None)  # type: ignore[arg-type]
     updates = Updates()
+    ckpt_path = options.pop("ckpt_path", None)
     trainer = make_trainer(
         world_size,
         strategy=strategy,
@@ -126,7 +154,7 @@ def fit(
         callbacks=[updates, *options.pop("callbacks", [])],
         **options,
     )
-    trainer.fit(Module(case.loss, lr=LR) if module is None else module, loader)
+    trainer.fit(Module(case.loss, lr=LR) if module is None else module, make_loader(rank, case), ckpt_path=ckpt_path)
     return updates.gradients
 
 
