@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -17,11 +17,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import enable_wrap
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_tokennorm import _compat
 from lightning_tokennorm.counting import TokenCounter
 from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.gradients import touching
@@ -119,7 +120,7 @@ class TokenNormFSDP(TokenNormStrategy, FSDPStrategy):
         if self.sharding_strategy in _HYBRID or (group is None and mesh is None):
             # Shards are summed, then replicas: together all ranks, which `divided_by` makes sure of.
             group = dist.group.WORLD
-        elif group is None:
+        elif mesh is not None:
             group = mesh.get_group(0)
         divided_by = None if self._units is None else self._units.divided_by(dist.get_world_size(group))
         return Reduction(group, divided_by)
@@ -157,6 +158,16 @@ class TokenNormFSDP(TokenNormStrategy, FSDPStrategy):
             "device_id": self.root_device,
             **self.kwargs,
         }
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.model is not None
+        if self.root_device.type != "cpu" or _compat.saves_in_shards(self):
+            return super().lightning_module_state_dict()
+        # Lightning asks torch to bring what it gathers to the CPU, which frees it where it is there already.
+        gathered = FullStateDictConfig(offload_to_cpu=False, rank0_only=True)
+        with FullyShardedDataParallel.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, gathered):
+            return self.model.state_dict()
 
     @override
     def _check_setup(self) -> None:
@@ -201,7 +212,7 @@ class TokenNormFSDP(TokenNormStrategy, FSDPStrategy):
     # ---- the window
 
     @override
-    def block_backward_sync(self) -> AbstractContextManager[None]:
+    def block_backward_sync(self) -> Any:  # a context manager
         if self._sync_each_micro_batch or self._units is None:
             return nullcontext()
         return self._units.no_sync()
