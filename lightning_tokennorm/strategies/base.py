@@ -192,7 +192,7 @@ class TokenNormStrategy(ParallelStrategy):
 
     def _refuse_impossible_setup(self) -> None:
         assert self.lightning_module is not None
-        refuse_module(self.lightning_module)
+        refuse_module(self.lightning_module, type(self).__name__)
         if self.handles_gradient_accumulation:
             raise MisconfigurationException(
                 f"`{type(self).__name__}.handles_gradient_accumulation` is True, so losses would be divided by"

@@ -20,11 +20,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import wrap
 
-from lightning_tokennorm import TokenNormFSDP
+from lightning_tokennorm import TokenMeanMetric, TokenNormFSDP
 from tests.helpers import law
 from tests.helpers.launch import run_ranks
 from tests.helpers.law import Case, Module
-from tests.helpers.tiny_lm import num_supervised, reference
+from tests.helpers.tiny_lm import collate, num_supervised, reference
 
 BLOCKS: dict[str, Any] = {"auto_wrap_policy": {nn.TransformerEncoderLayer}}
 PIECES: dict[str, Any] = {"auto_wrap_policy": {nn.TransformerEncoderLayer, nn.Embedding}}
@@ -170,7 +170,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def run_pair(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"law": fit_all(rank, world_size, LAW)}
-    for run in (fit_plain, count_collectives, fit_clipped, fit_in_half, refuse):
+    for run in (fit_plain, count_collectives, fit_clipped, fit_in_half, log, refuse):
         found[run.__name__] = run(rank, world_size)
     return found | {"resume": resume(rank, world_size, folder)}
 
@@ -404,6 +404,28 @@ def test_offloading_needs_one_reduction_per_update() -> None:
         assert refused.startswith("MisconfigurationException: `TokenNormFSDP(cpu_offload=...)` got with `accumulate_gr")
 
 
+class Logged(Callback):
+    """Keeps what was logged."""
+
+    def on_train_end(self, trainer: Any, *args: Any) -> None:
+        self.values = {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+
+def log(rank: int, world_size: int) -> dict[str, float]:
+    logged = Logged()
+    callbacks = [TokenMeanMetric(), logged]
+    law.fit(rank, world_size, Case(), TokenNormFSDP(**BLOCKS), plugins=[Float64()], callbacks=callbacks)
+    return logged.values
+
+
+def test_metric(pair: list[dict[str, Any]]) -> None:
+    last = collate(Case().windows()[-1])
+    for found in pair:
+        assert found["log"] == pair[0]["log"]
+        assert found["log"]["train_tokens"] == num_supervised(last)
+        assert 1 < found["log"]["train_loss_per_token_epoch"] < 10
+
+
 class RegistersHook(Callback):
     """Does behind the strategy's back what FSDP allows."""
 
@@ -428,19 +450,37 @@ def test_what_fsdp_would_not_reduce_is_refused(pair: list[dict[str, Any]]) -> No
         assert "Parameter `model.embed.weight` is trained, but FSDP does not reduce" in outside
 
 
-def run_nothing_first(rank: int, world_size: int) -> str:
+class Detached(Module):
+    """Rank 0's second micro-batch has tokens, and a loss that leads to no parameter."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss.detach().requires_grad_() if (dist.get_rank(), batch_idx) == (0, 1) else loss
+
+
+def fail_alone(rank: int, world_size: int, module: str) -> str:
+    made = Detached(lr=law.LR) if module == "detached" else WithoutLabels("zero")
     case = Case(empty=((0, 0),))
     try:
-        law.fit(rank, world_size, case, TokenNormFSDP(**BLOCKS), WithoutLabels("zero"), plugins=[Float64()])
+        law.fit(rank, world_size, case, TokenNormFSDP(**BLOCKS), made, plugins=[Float64()])
     except Exception as raised:
-        return str(raised) + str(getattr(raised, "__notes__", ""))
+        return f"{raised} {getattr(raised, '__notes__', '')}"
     return "nothing"
 
 
-def test_first_micro_batch_that_runs_nothing_is_an_error() -> None:
-    first, other = run_ranks(run_nothing_first, 2)
-    assert "did not run the model for a micro-batch without supervised tokens, batch 0 on rank 0" in first
-    assert "rank 0" in other
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("zero", "did not run the model for a micro-batch without supervised tokens, batch 0 on rank 0"),
+        ("detached", "The loss of batch 1 on rank 0 has supervised tokens, but no way leads from it to a parameter"),
+    ],
+    ids=["first micro-batch runs nothing", "loss leads nowhere"],
+)
+def test_a_rank_that_others_would_wait_for_says_so(module: str, text: str) -> None:
+    alone, other = run_ranks(fail_alone, 2, module)
+    assert text in alone
+    assert "Another rank has ended" in other
+    assert text in other
 
 
 def test_options() -> None:
