@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -202,7 +203,7 @@ class TokenNormStrategy(ParallelStrategy):
 
     def _refuse_impossible_setup(self) -> None:
         assert self.lightning_module is not None
-        refuse_module(self.lightning_module)
+        refuse_module(self.lightning_module, type(self).__name__)
         if self.handles_gradient_accumulation:
             raise MisconfigurationException(
                 f"`{type(self).__name__}.handles_gradient_accumulation` is True, so losses would be divided by"
@@ -299,8 +300,9 @@ class TokenNormStrategy(ParallelStrategy):
             if checkpoints.lacks_positions(checkpoint) and self.world_size > 1:
                 rank_zero_warn(
                     "The checkpoint holds rank 0's loader states only, and all ranks go on from those: it was written"
-                    " after an error, when ranks could not wait for each other, or DDP's group is a part of the world."
-                    " Where ranks have states of their own, resume from a checkpoint of a regular update."
+                    " after an error, when ranks could not wait for each other, or the group that shares gradients is a"
+                    " part of the world. Where ranks have states of their own, resume from a checkpoint of a regular"
+                    " update."
                 )
         return checkpoint
 
@@ -382,7 +384,7 @@ class TokenNormStrategy(ParallelStrategy):
         trace.undo()
         return output
 
-    def _step_without_tokens(self, step: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
+    def _step_without_tokens(self, step: partial[STEP_OUTPUT]) -> STEP_OUTPUT:
         if self._windows.stands_in:
             assert self.lightning_module is not None
             self._trace = Trace(self.lightning_module, self._feed_in_use.trainer)

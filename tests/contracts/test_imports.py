@@ -44,6 +44,11 @@ ALLOWED: dict[str, set[str]] = {
         *("torch", "lightning", "typing_extensions"),
         *("_compat", "counting", "reduction", "strategies", "window"),
     },
+    "strategies/fsdp_units": {"torch", "lightning", "errors", "gradients"},
+    "strategies/fsdp": {
+        *("torch", "lightning", "typing_extensions"),
+        *("_compat", "counting", "errors", "gradients", "reduction", "strategies", "window"),
+    },
     "strategies/__init__": {"strategies"},
     # what people look at
     "metric": {"torch", "torchmetrics", "counting"},

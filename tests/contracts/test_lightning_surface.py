@@ -7,7 +7,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops import fetchers, fit_loop
 from lightning.pytorch.utilities import CombinedLoader
 
-from lightning_tokennorm import TokenMean, TokenNormDDP, _compat
+from lightning_tokennorm import TokenMean, TokenNormDDP, TokenNormFSDP, _compat
 
 
 def test_private_names() -> None:
@@ -23,6 +23,8 @@ def test_private_names() -> None:
         (trainer, "log_every_n_steps"),
         (TokenMean(), "_forward_cache"),
         (TokenNormDDP(), "_timeout"),
+        (TokenNormFSDP(), "_timeout"),
+        (TokenNormFSDP(), "_state_dict_type"),
     ):
         assert hasattr(owner, name), f"{owner!r} has no {name}"
 

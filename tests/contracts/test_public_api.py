@@ -26,6 +26,7 @@ def test_names() -> None:
         "TokenMeanMetric",
         "TokenNormDDP",
         "TokenNormError",
+        "TokenNormFSDP",
         "UpdateRecord",
     }
 
@@ -40,6 +41,16 @@ def test_signatures() -> None:
         "audit": False,
         "ddp_hook_reduces": None,
         "ddp_kwargs": None,
+    }
+    assert parameters(package.TokenNormFSDP) == {
+        "count_tokens": None,
+        "loss_reduction": "mean",
+        "counting": "lookahead",
+        "on_empty": "skip",
+        "uneven": "pad",
+        "audit": False,
+        "sync_each_micro_batch": True,
+        "fsdp_kwargs": None,
     }
     assert parameters(package.SupervisedTokens) == {"labels": "labels", "ignore_index": -100, "shift": "auto"}
     assert parameters(package.TokenMeanMetric) == {
@@ -78,7 +89,8 @@ def test_import_registers_names_and_says_nothing() -> None:
     code = (
         "import lightning.pytorch as pl, logging; before = list(logging.getLogger('lightning_tokennorm').handlers);"
         "import lightning_tokennorm; assert logging.getLogger('lightning_tokennorm').handlers == before;"
-        "from lightning.pytorch.strategies import StrategyRegistry; assert 'tokennorm_ddp' in StrategyRegistry"
+        "from lightning.pytorch.strategies import StrategyRegistry; assert 'tokennorm_ddp' in StrategyRegistry;"
+        "assert 'tokennorm_fsdp' in StrategyRegistry; assert 'tokennorm_fsdp_cpu_offload' in StrategyRegistry"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
