@@ -193,12 +193,12 @@ def _set_state(generator: torch.Generator, state: Tensor) -> None:
 
 
 def _remember_tensor(value: Tensor) -> Callable[[], None]:
-    if isinstance(value, nn.Parameter):
-        return lambda: None
-    version, contents = value._version, value.detach().clone()
+    if isinstance(value, nn.Parameter) or (value.layout is torch.strided and 0 in value.stride()):
+        return lambda: None  # an expanded tensor cannot be changed in place
+    contents = value.detach().clone()
 
     def restore() -> None:
-        if value._version != version:
-            value.detach().copy_(contents)
+        # always: batch norm changes its statistics without a trace in their version
+        value.detach().copy_(contents)
 
     return restore

@@ -20,8 +20,8 @@ from tests.helpers.launch import run_ranks
 from tests.helpers.scalar_rig import MicroBatch, ScalarModule, make_loader, make_trainer
 
 TOLERANCE = 1e-12
-# Rank 0 has two batches of value 2, rank 1 four of value 8.
-ROWS: list[list[MicroBatch]] = [[(2, 2.0)] * 2, [(2, 8.0)] * 4]
+# Rank 0 has two batches, of mean value 2; rank 1 four of value 8.
+ROWS: list[list[MicroBatch]] = [[(2, 1.0), (2, 3.0)], [(2, 8.0)] * 4]
 
 
 class Meter:
@@ -120,22 +120,27 @@ def fit(rank: int, world_size: int, broadcast_buffers: bool, accumulate: int) ->
 def test_what_a_padded_forward_changes_is_put_back(accumulate: int) -> None:
     (short, short_logged, _), (long, long_logged, gradients) = run_ranks(fit, 2, False, accumulate)
     assert len(short) == len(long) == 4
-    for history, values in ((short, [2.0] * 2), (long, [8.0] * 4)):
+    for history, values in ((short, [1.0, 3.0]), (long, [8.0] * 4)):
         for index, state in enumerate(history):
             seen = values[: index + 1]
-            assert (state["tracked"], state["mean"]) == (len(seen), pytest.approx(seen[0], abs=TOLERANCE))
+            moving = 0.0
+            for value in seen:
+                moving = 0.5 * moving + 0.5 * value
+            mean = sum(seen) / len(seen)
+            assert (state["tracked"], state["mean"]) == (len(seen), pytest.approx(mean, abs=TOLERANCE))
             assert (state["replaced"], state["steps"], state["seen"]) == (len(seen), len(seen), seen)
-            assert state["metric"] == pytest.approx(seen[0])
-            assert state["counts"] == {seen[0]: len(seen)}
+            assert state["metric"] == pytest.approx(mean)
+            assert state["meter"] == (sum(seen), len(seen))
+            assert state["counts"] == {value: seen.count(value) for value in seen}
             assert state["nested"] == (sum(seen), seen)
-            assert state["averages"][1:] == (sum(seen), sum(seen))
-            assert state["averages"][0] == pytest.approx(seen[0] * (1 - 0.5 ** len(seen)))
+            assert state["averages"] == (pytest.approx(moving), sum(seen), sum(seen))
+            assert state["fresh"] == seen[-1]
     assert short[1] == short[2] == short[3]  # all of it, random states too
     assert len({str(state["random"]) for state in long}) == 4  # which steps with data do move
-    assert (short_logged["mean"], short_logged["last"]) == (2.0, 2.0)
+    assert (short_logged["mean"], short_logged["last"]) == (2.0, 3.0)
     assert (long_logged["mean"], long_logged["last"]) == (8.0, 8.0)
-    assert short_logged["sync"] == long_logged["sync"] == pytest.approx((2 * 2 + 4 * 8) / 6)
-    assert gradients == pytest.approx([5.0, 5.0, 8.0, 8.0] if accumulate == 1 else [5.0, 8.0], abs=TOLERANCE)
+    assert short_logged["sync"] == long_logged["sync"] == pytest.approx((1 + 3 + 4 * 8) / 6)
+    assert gradients == pytest.approx([4.5, 5.5, 8.0, 8.0] if accumulate == 1 else [5.0, 8.0], abs=TOLERANCE)
 
 
 def test_buffers_that_are_broadcast() -> None:
@@ -143,6 +148,6 @@ def test_buffers_that_are_broadcast() -> None:
     (short, *_), (long, *_) = run_ranks(fit, 2, True, 1)
     assert [state["tracked"] for state in short] == [1, 2, 2, 2]
     assert [state["tracked"] for state in long] == [1, 2, 3, 3]
-    assert [state["mean"] for state in short] == pytest.approx([2.0] * 4, abs=TOLERANCE)
-    # (8), (2 + 8) / 2, (2 + 2 + 8) / 3 twice
-    assert [state["mean"] for state in long] == pytest.approx([8.0, 5.0, 4.0, 4.0], abs=TOLERANCE)
+    assert [state["mean"] for state in short] == pytest.approx([1.0, 2.0, 2.0, 2.0], abs=TOLERANCE)
+    # (8), (1 + 8) / 2, (1 + 3 + 8) / 3 twice
+    assert [state["mean"] for state in long] == pytest.approx([8.0, 4.5, 4.0, 4.0], abs=TOLERANCE)
