@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_tokennorm.counting import Count, TokenCounter, check_count, to_host
 from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.exchange import WindowExchange
-from lightning_tokennorm.reuse import fingerprint
+from lightning_tokennorm.fingerprint import fingerprint
 from lightning_tokennorm.window import (
     LossReduction,
     RankReport,

@@ -115,7 +115,7 @@ class _Touch(torch.autograd.Function):
         return (gradient, *(torch.zeros_like(parameter) for parameter in ctx.saved_tensors))
 
 
-def touching(loss: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
+def touching(loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """The same loss with a graph that leads to all of these parameters, too, and adds zeros to their gradients."""
     touched: Tensor = _Touch.apply(loss, *parameters)  # type: ignore[no-untyped-call]
     return touched

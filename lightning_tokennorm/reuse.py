@@ -8,7 +8,6 @@ so are views of one data set: only a change counts.
 from __future__ import annotations
 
 import ctypes
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeAlias
@@ -51,26 +50,6 @@ class BatchMark:
         torch has seen.
         """
         return self._marks != [_mark(part)[0] for part in _parts(self._batch)]
-
-
-def fingerprint(batch: Any, before: int = 0) -> int:
-    """A number that is the same on all ranks whose batches hold the same values, as far as samples show it.
-
-    Args:
-        batch: The batch. Some hundred bytes of each tensor and array on the host are looked at, of tensors elsewhere
-            the shape; nothing else in it counts.
-        before: The number of the batches before this one.
-    """
-    found = zlib.crc32(type(batch).__name__.encode(), before)
-    for part in _parts(batch):
-        if isinstance(part, Tensor):
-            found = zlib.crc32(f"{part.dtype}{tuple(part.shape)}".encode(), found)
-            if part.layout is torch.strided and not part.is_nested and part.device.type == "cpu":
-                whole = part.detach().contiguous()
-                found = zlib.crc32(b"".join(_samples(whole.data_ptr(), whole.nbytes)), found)
-        elif (array := getattr(part, "__array_interface__", None)) is not None and array.get("strides") is None:
-            found = zlib.crc32(b"".join(_samples(array["data"][0], part.nbytes)), found)
-    return found
 
 
 def _parts(batch: Any, depth: int = 4) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""The modules that `fully_shard` was applied to: over which ranks their gradients are reduced, and how that is held back.
+"""The modules that `fully_shard` was applied to: over which ranks they reduce gradients, and how that is held back.
 
 All ranks of a shard group have to go through the same modules in the same order, forward and backward.
 """

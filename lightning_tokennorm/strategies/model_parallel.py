@@ -1,4 +1,4 @@
-"""`TokenNormModelParallel`: FSDP2 and tensor parallelism, with the same weight for every supervised token of an update."""
+"""`TokenNormModelParallel`: FSDP2 and tensor parallelism, in which every supervised token has the same weight."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tokennorm.counting import TokenCounter
 from lightning_tokennorm.reduction import Reduction
+from lightning_tokennorm.strategies.clipping import clip_over_meshes
 from lightning_tokennorm.strategies.fsdp2_modules import FullyShardedModules
 from lightning_tokennorm.strategies.options import refuse_unknown
 from lightning_tokennorm.strategies.sharded import ShardedStrategy
@@ -85,8 +87,8 @@ class TokenNormModelParallel(ShardedStrategy, ModelParallelStrategy):
         is_named = isinstance(tokens_over, (list, tuple)) and all(isinstance(each, str) for each in tokens_over)
         if not (tokens_over is None or is_named or isinstance(tokens_over, DeviceMesh)):
             raise TypeError(
-                f"`TokenNormModelParallel(tokens_over=...)` got {tokens_over!r}; expected a `DeviceMesh`, or the name or"
-                " names of dimensions of the strategy's own."
+                f"`TokenNormModelParallel(tokens_over=...)` got {tokens_over!r}; expected a `DeviceMesh`, or the name"
+                " or names of dimensions of the strategy's own."
             )
         super().__init__(
             data_parallel_size=data_parallel_size,
@@ -165,6 +167,19 @@ class TokenNormModelParallel(ShardedStrategy, ModelParallelStrategy):
         self._divided_by = self._units.divided_by()
         if problem := self._find_problem():
             raise MisconfigurationException(problem)
+        plugin = self.precision_plugin
+        clip_on_one_mesh = plugin.clip_grad_by_norm
+
+        def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
+            if not clip_over_meshes(list(plugin.main_params(optimizer)), clip_val):
+                clip_on_one_mesh(optimizer, clip_val)
+
+        plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
 
     @override
     def _find_problem(self) -> str | None:

@@ -26,6 +26,8 @@ def test_names() -> None:
         "TokenMeanMetric",
         "TokenNormDDP",
         "TokenNormError",
+        "TokenNormFSDP",
+        "TokenNormModelParallel",
         "UpdateRecord",
     }
 
@@ -40,6 +42,23 @@ def test_signatures() -> None:
         "audit": False,
         "ddp_hook_reduces": None,
         "ddp_kwargs": None,
+    }
+    own = {
+        "count_tokens": None,
+        "loss_reduction": "mean",
+        "counting": "lookahead",
+        "on_empty": "skip",
+        "uneven": "pad",
+        "audit": False,
+        "sync_each_micro_batch": True,
+    }
+    assert parameters(package.TokenNormFSDP) == {**own, "fsdp_kwargs": None}
+    assert parameters(package.TokenNormModelParallel) == {
+        **own,
+        "data_parallel_size": "auto",
+        "tensor_parallel_size": "auto",
+        "tokens_over": None,
+        "kwargs": None,
     }
     assert parameters(package.SupervisedTokens) == {"labels": "labels", "ignore_index": -100, "shift": 1}
     assert parameters(package.TokenMeanMetric) == {

@@ -12,12 +12,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_tokennorm import TokenMeanMetric, TokenNormModelParallel
+from lightning_tokennorm import TokenNormModelParallel
 from tests.helpers import law
 from tests.helpers.launch import run_ranks
 from tests.helpers.law import Case, Module
@@ -144,9 +144,7 @@ OVER_ALL: Cases = {
 }
 
 
-def errors_of(
-    rank: int, world_size: int, cases: Cases, tensor_parallel_size: int
-) -> dict[str, float]:
+def errors_of(rank: int, world_size: int, cases: Cases, tensor_parallel_size: int) -> dict[str, float]:
     found = {}
     for name, (case, options, module) in cases.items():
         try:
@@ -183,3 +181,255 @@ def four() -> list[dict[str, float]]:
 @pytest.mark.parametrize("name", [*FOUR, *OVER_ALL])
 def test_law_on_a_mesh(name: str, four: list[dict[str, float]]) -> None:
     assert max(errors[name] for errors in four) < law.TOLERANCE
+
+
+def fit_tensor_parallel(rank: int, world_size: int) -> dict[str, float]:
+    alone = Case(lengths=(5,), empty=((0, 1),), loss=HAND)
+    cases: Cases = {
+        "tensor parallel only": (alone, {}, {"parts": "none"}),
+        "no labels": (alone, ONCE, {"parts": "none", "way": "none"}),
+        "shards of one": (alone, ONCE, {}),
+    }
+    return errors_of(rank, world_size, cases, 2)
+
+
+def test_law_on_one_replica() -> None:
+    for errors in run_ranks(fit_tensor_parallel, 2):
+        assert len(errors) == 3
+        assert max(errors.values()) < law.TOLERANCE
+
+
+def fit_plain(rank: int, world_size: int) -> float:
+    case = Case()
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)
+    return law.error(case, law.fit(rank // 2, world_size, case, strategy, Sharded(case)))
+
+
+class Saves(Callback):
+    """Writes a checkpoint inside a window, and goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) == (0, 3):
+            trainer.save_checkpoint(self.path)
+
+
+class WithMomentum(Sharded):
+    """An optimizer with a state, which a checkpoint has to bring back."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+def resume(rank: int, world_size: int, folder: Path) -> list[list[bool]]:
+    found = []
+    for distributed in (True, False):
+        case = Case(lengths=(5, 4), empty=((0, 1),), stream=True, loss=HAND)
+        path = folder / f"{distributed}"
+
+        def fit_again(case: Case = case, distributed: bool = distributed, **options: Any) -> list[Tensor]:
+            strategy = TokenNormModelParallel(
+                data_parallel_size=2, tensor_parallel_size=world_size // 2, save_distributed_checkpoint=distributed
+            )
+            own = rank * 2 // world_size
+            return law.fit(own, world_size, case, strategy, WithMomentum(case), **options)
+
+        # what the parameters moved by, which momentum makes depend on all updates before
+        whole = fit_again(callbacks=[Saves(path)])
+        rest = fit_again(ckpt_path=path)
+        assert len(whole) == 4
+        found.append([len(rest) == 3, path.is_dir() is distributed, *map(torch.equal, whole[1:], rest)])
+    return found
+
+
+class Counts(Callback):
+    """Which ranks count, and what the updates say."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        record = trainer.strategy.last_update
+        if record is not None and (record.index, record.num_tokens) not in self.seen:
+            self.seen.append((record.index, record.num_tokens))
+            self.said = (trainer.strategy.is_copy, record.world_size)
+
+
+def fit_clipped(rank: int, world_size: int) -> list[Tensor]:
+    return fit(rank, world_size, Case(epochs=1), 2, gradient_clip_val=0.01)
+
+
+def refusal(rank: int, world_size: int, case: Case, own: int, **options: Any) -> str:
+    """What a fit is refused with, where this rank holds the data of `own`."""
+    module = options.pop("module", None) or Sharded(case)
+    trainer = options.pop("trainer", {})
+    strategy = TokenNormModelParallel(data_parallel_size=2, tensor_parallel_size=2, **options)
+    try:
+        law.fit(own, world_size, case, strategy, module, **trainer)
+    except Exception as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return "nothing"
+
+
+class FailsOnRank:
+    """A counter that fails on one tensor-parallel rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.fails = rank == 3
+        self.calls = 0
+
+    def __call__(self, batch: dict[str, Tensor]) -> int:
+        self.calls += 1
+        if self.fails and self.calls == 5:
+            raise KeyError("labels")
+        return num_supervised(batch)
+
+
+class TwoDivisors(Sharded):
+    """Divides by one number in a part of the model and by another in the rest."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.model.embed.set_gradient_divide_factor(3.0)
+
+
+class LeavesOut(Sharded):
+    """Shards a part of the model only."""
+
+    def configure_model(self) -> None:
+        fully_shard(self.model.block, mesh=self.device_mesh["data_parallel"])
+
+
+class TurnsSyncOff(Callback):
+    """Does what the strategy does by itself."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        module.model.set_requires_gradient_sync(False)
+
+
+def refuse(rank: int, world_size: int) -> dict[str, str]:
+    case, alike = Case(), Case(lengths=(5, 4, 4, 4), empty=())
+    same_counts = law.make_samples(1)[0]
+
+    class OtherValues(law.Stream):
+        """As many tokens on each rank, but rank 1 has its own."""
+
+    def hold(own: int) -> str:
+        sample = {name: each.clone() for name, each in same_counts.items()}
+        sample["input_ids"][0] = own
+        loader = law.DataLoader(OtherValues([law.collate([sample])] * 3), batch_size=None)
+        strategy = TokenNormModelParallel(data_parallel_size=2, tensor_parallel_size=2)
+        try:
+            law.make_trainer(world_size, strategy=strategy, accumulate_grad_batches=3).fit(Sharded(case), loader)
+        except Exception as raised:
+            return f"{type(raised).__name__}: {raised}"
+        return "nothing"
+
+    return {
+        "other counts": refusal(rank, world_size, alike, rank),
+        "other values": hold(int(rank == 1)),
+        "same values": hold(rank // 2),
+        "counter": refusal(rank, world_size, case, rank // 2, count_tokens=FailsOnRank(rank)),
+        "two divisors": refusal(rank, world_size, case, rank // 2, module=TwoDivisors(case)),
+        "left out": refusal(rank, world_size, case, rank // 2, module=LeavesOut(case)),
+        "other ranks": refusal(
+            rank, world_size, alike, rank, module=WrongMesh(alike), tokens_over=("data_parallel", "tensor_parallel")
+        ),
+        "sync off": refusal(rank, world_size, case, rank // 2, trainer={"callbacks": [TurnsSyncOff()]}),
+        "unknown dimension": refusal(rank, world_size, case, rank // 2, tokens_over="replicas"),
+    }
+
+
+class WrongMesh(Sharded):
+    """Shards over fewer ranks than tokens are counted over."""
+
+    def configure_model(self) -> None:
+        fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+
+def fit_rest(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    counts = Counts()
+    case = Case(epochs=1, loss=HAND)
+    fit(rank, world_size, case, 2, callbacks=[counts])
+    return {
+        "plain": fit_plain(rank, world_size),
+        "resume": resume(rank, world_size, folder),
+        "clipped": fit_clipped(rank, world_size),
+        "counts": (counts.seen, counts.said),
+        "refused": refuse(rank, world_size),
+    }
+
+
+@pytest.fixture(scope="module")
+def rest(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(fit_rest, 4, tmp_path_factory.mktemp("checkpoints"), timeout_s=170)
+
+
+def test_plain_strategy_is_off(rest: list[dict[str, Any]]) -> None:
+    for found in rest:
+        assert 0.01 < found["plain"] < 10
+
+
+def test_resume_inside_an_epoch(rest: list[dict[str, Any]]) -> None:
+    """Saved inside the second window of the first epoch."""
+    for found in rest:
+        assert found["resume"] == [[True] * 5] * 2
+
+
+def test_clipping_by_norm_over_several_meshes(rest: list[dict[str, Any]]) -> None:
+    # every gradient is far longer than 0.01, so what is left of the first is its direction
+    want = law.expected(Case(epochs=1))[0]
+    for found in rest:
+        assert (found["clipped"][0] - want / want.norm() * 0.01).abs().max().item() < 1e-8
+
+
+def test_copies_are_counted_once(rest: list[dict[str, Any]]) -> None:
+    windows = Case(epochs=1, loss=HAND).windows()
+    want = [(i, sum(num_supervised(law.collate([each])) for each in window)) for i, window in enumerate(windows)]
+    assert [found["counts"] for found in rest] == [(want, (copy, 2)) for copy in (False, True, False, True)]
+
+
+REFUSED = {
+    "other counts": "TokenNormError: At update 0, ranks 0, 1 are one model replica and have to be given the same",
+    "other values": "TokenNormError: At update 0, ranks 0, 1 are one model replica and have to be given the same",
+    "same values": "nothing",
+    "counter": "TokenNormError: At update 1, the coming micro-batches cannot be used. Rank 3: KeyError: 'labels'",
+    "two divisors": "MisconfigurationException: The sharded modules divide their gradients by different numbers: [2.0, 3",
+    "left out": "MisconfigurationException: Parameter `model.embed.weight` is trained, but no module that",
+    "other ranks": "MisconfigurationException: `fully_shard` reduces gradients over ranks [0, 2], while tokens are cou",
+    "sync off": "TokenNormError: At update 0, the coming micro-batches cannot be used. All ranks: TokenNormError: Gradi",
+    "unknown dimension": "MisconfigurationException: `TokenNormModelParallel(tokens_over=...)` got 'replicas'; expected",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_all_ranks_refuse(name: str, rest: list[dict[str, Any]]) -> None:
+    for found in rest:
+        found["refused"]["other ranks"] = found["refused"]["other ranks"].replace("[1, 3]", "[0, 2]")
+        assert found["refused"][name].startswith(REFUSED[name])
+
+
+def test_text_names_ranks_and_counts(rest: list[dict[str, Any]]) -> None:
+    counts = rest[0]["refused"]["other counts"]
+    assert "rank 0 has " in counts
+    assert ", rank 1 has " in counts
+    assert "in which other values stand" not in counts
+    assert "in which other values stand" in rest[3]["refused"]["other values"]
+
+
+def test_options() -> None:
+    with pytest.raises(TypeError, match=r"`TokenNormModelParallel\(tensor_parallel=...\)` is not an option. Did you"):
+        TokenNormModelParallel(tensor_parallel=2)
+    with pytest.raises(ValueError, match=r"`TokenNormModelParallel\(sync_each_micro_batch=...\)` got 'no'"):
+        TokenNormModelParallel(sync_each_micro_batch="no")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"`TokenNormModelParallel\(tokens_over=...\)` got 3; expected a `DeviceMesh`"):
+        TokenNormModelParallel(tokens_over=3)  # type: ignore[arg-type]
+
+
+def test_by_name() -> None:
+    from lightning.pytorch import Trainer
+
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="tokennorm_model_parallel", logger=False)
+    assert isinstance(trainer.strategy, TokenNormModelParallel)
