@@ -347,6 +347,11 @@ def process_group_timeout(strategy: Any) -> timedelta | None:
     return timeout
 
 
+def saves_in_shards(strategy: Any) -> bool:
+    """Whether an FSDP strategy writes each rank's shards of a checkpoint."""
+    return bool(_private(strategy, "_state_dict_type") == "sharded")
+
+
 def takes_dataloader_iter(module: pl.LightningModule) -> bool:
     """Whether `training_step` fetches its batches by itself."""
     return is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)

@@ -289,8 +289,9 @@ class TokenNormStrategy(ParallelStrategy):
             if checkpoints.lacks_positions(checkpoint) and self.world_size > 1:
                 rank_zero_warn(
                     "The checkpoint holds rank 0's loader states only, and all ranks go on from those: it was written"
-                    " after an error, when ranks could not wait for each other, or the group that shares gradients is a part of"
-                    " the world. Where ranks have states of their own, resume from a checkpoint of a regular update."
+                    " after an error, when ranks could not wait for each other, or the group that shares gradients is a"
+                    " part of the world. Where ranks have states of their own, resume from a checkpoint of a regular"
+                    " update."
                 )
         return checkpoint
 

@@ -12,11 +12,12 @@ from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import enable_wrap
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_tokennorm import _compat
 from lightning_tokennorm.counting import TokenCounter
 from lightning_tokennorm.reduction import Reduction
 from lightning_tokennorm.strategies.fsdp_units import FSDPUnits
@@ -108,7 +109,7 @@ class TokenNormFSDP(ShardedStrategy, FSDPStrategy):
         if self.sharding_strategy in _HYBRID or (group is None and mesh is None):
             # Shards are summed, then replicas: together all ranks, which `divided_by` makes sure of.
             group = dist.group.WORLD
-        elif group is None:
+        elif mesh is not None:
             group = mesh.get_group(0)
         divided_by = None if self._units is None else self._units.divided_by(dist.get_world_size(group))
         return Reduction(group, divided_by)
@@ -146,6 +147,16 @@ class TokenNormFSDP(ShardedStrategy, FSDPStrategy):
             "device_id": self.root_device,
             **self.kwargs,
         }
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.model is not None
+        if self.root_device.type != "cpu" or _compat.saves_in_shards(self):
+            return super().lightning_module_state_dict()
+        # Lightning asks torch to bring what it gathers to the CPU, which frees it where it is there already.
+        gathered = FullStateDictConfig(offload_to_cpu=False, rank0_only=True)
+        with FullyShardedDataParallel.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, gathered):
+            return self.model.state_dict()
 
     @override
     def _check_setup(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from lightning_tokennorm.errors import TokenNormError
@@ -36,7 +36,7 @@ class FSDPUnits:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._units: list[FSDP] = FSDP.fsdp_modules(model)
+        self._units: list[FullyShardedDataParallel] = FullyShardedDataParallel.fsdp_modules(model)
         if not self._units:
             raise MisconfigurationException(
                 "No part of the model is wrapped in `FullyShardedDataParallel`, so gradients would not be reduced:"
@@ -57,7 +57,7 @@ class FSDPUnits:
         """
         for unit in self._units:
             replicas = getattr(unit, "_inter_node_pg", None)
-            ranks = unit.process_group.size() * (1 if replicas is None else replicas.size())
+            ranks = unit.world_size * (1 if replicas is None else replicas.size())
             if ranks != world_size:
                 raise MisconfigurationException(
                     f"A part of the model is wrapped in FSDP over {ranks} ranks, while the strategy counts tokens over"
@@ -86,7 +86,7 @@ class FSDPUnits:
     def no_sync(self) -> Iterator[None]:
         """Reduce nothing in this context: gradients are added up on each rank, unsharded."""
         with ExitStack() as stack:
-            for root in FSDP.fsdp_modules(self._model, root_only=True):
+            for root in FullyShardedDataParallel.fsdp_modules(self._model, root_only=True):
                 stack.enter_context(root.no_sync())
             yield
 
@@ -103,7 +103,7 @@ class FSDPUnits:
             for group in optimizer.param_groups:
                 for each in group["params"]:
                     if each.requires_grad and not getattr(each, "_fsdp_flattened", False):
-                        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+                        names = {id(parameter): _own_name(name) for name, parameter in self._model.named_parameters()}
                         return (
                             f"Parameter `{names.get(id(each), 'of the optimizer')}` is trained, but FSDP does not"
                             " reduce its gradient: it is in `ignored_states` or `ignored_modules`, outside of what was"
@@ -182,10 +182,16 @@ class FSDPUnits:
         Raises:
             TokenNormError: It has reached none.
         """
-        parameters = {id(unit._flat_param): unit._flat_param for unit in self._units}
+        flats = [unit._flat_param for unit in self._units]
+        parameters: dict[int, nn.Parameter] = {id(flat): flat for flat in flats if flat is not None}
         if first_parameter(loss, parameters) is None and not graph_of(loss).hides_a_graph:
             raise TokenNormError(
                 f"The loss of {where} has supervised tokens, but no way leads from it to a parameter that FSDP"
                 " trains: it was detached, made anew, or comes from other parameters. Return a loss that was"
                 " computed from the module's parameters; to leave a batch out, set its labels to -100."
             )
+
+
+def _own_name(name: str) -> str:
+    """A parameter's name as it was before parts of the module were wrapped."""
+    return name.replace("_fsdp_wrapped_module.", "")

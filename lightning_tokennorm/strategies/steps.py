@@ -117,11 +117,7 @@ class Trace:
             self._undo.append(put_back)
 
     def _remember_attributes(self, part: nn.Module) -> None:
-        attributes = {
-            name: value
-            for name, value in vars(part).items()
-            if not _is_left_alone(name, value)
-        }
+        attributes = {name: value for name, value in vars(part).items() if not _is_left_alone(name, value)}
         contents = [_remember(value) for value in attributes.values()]
 
         def put_back() -> None:

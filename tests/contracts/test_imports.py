@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "strategies/fsdp_units": {"torch", "lightning", "errors", "gradients"},
     "strategies/fsdp": {
         *("torch", "lightning", "typing_extensions"),
-        *("counting", "reduction", "strategies", "window"),
+        *("_compat", "counting", "reduction", "strategies", "window"),
     },
     "strategies/fsdp2_modules": {"torch", "lightning", "errors", "gradients"},
     "strategies/clipping": {"torch"},

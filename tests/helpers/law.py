@@ -33,7 +33,7 @@ class Case:
     empty: tuple[tuple[int, int], ...] = ((0, 1), (1, 2))
     """Micro-batches without a token: rank and index."""
     stream: bool = False
-    epochs: int = 2
+    epochs: int = 1
 
     def micro_batches(self) -> list[list[list[Sample]]]:
         """The samples of each rank's micro-batches, one to three in each."""
@@ -109,14 +109,15 @@ class Updates(Callback):
 
     def __init__(self) -> None:
         self.gradients: list[Tensor] = []
-        self._before: Tensor | None = None
+        self._before = torch.zeros(())
+        self._updates = 0
 
-    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        if self._before is None:
-            self._before = full_parameters(trainer.strategy.model)
+    def on_train_start(self, trainer: Any, *args: Any) -> None:
+        self._before, self._updates = full_parameters(trainer.strategy.model), trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step > len(self.gradients):
+        if trainer.global_step > self._updates:
+            self._updates = trainer.global_step
             after = full_parameters(trainer.strategy.model)
             self.gradients.append((self._before - after) / LR)
             self._before = after

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
 from lightning_tokennorm import TokenNormModelParallel
 from tests.helpers import law
@@ -81,6 +83,26 @@ class Sharded(Module):
         return None if "none" in self.way else {"loss": zero} if "dict" in self.way else zero
 
 
+class LossParallel(Sharded):
+    """The loss is computed on logits that stay split over the vocabulary, so it is a DTensor."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh
+        assert mesh is not None
+        split = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+        parallelize_module(self.model, mesh["tensor_parallel"], {"head": split})
+        fully_shard(self.model, mesh=mesh["data_parallel"])
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        logits = self.model(batch["input_ids"])[:, :-1]
+        with loss_parallel():
+            return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        with loss_parallel():
+            super().backward(*args, **kwargs)
+
+
 def fit(
     rank: int,
     world_size: int,
@@ -98,9 +120,11 @@ def fit(
         **(options or {}),
     )
     own = rank if len(case.lengths) == world_size else rank // tensor_parallel_size
-    return law.fit(own, world_size, case, strategy, Sharded(case, **(module or {})), **trainer)
+    kind = LossParallel if module == LOSS_PARALLEL else Sharded
+    return law.fit(own, world_size, case, strategy, kind(case, **(module or {})), **trainer)
 
 
+LOSS_PARALLEL = {"parts": "loss parallel"}
 Cases = dict[str, tuple[Case, dict[str, Any], dict[str, Any]]]
 NO_LABELS = Case(lengths=(4, 4), empty=((0, 1), (1, 2), (1, 3)))
 TWO: Cases = {
@@ -134,8 +158,11 @@ FOUR: Cases = {
     "rank without a batch": (Case(lengths=(3, 0), empty=((0, 1),), stream=True), {}, {}),
     "divisor": (Case(loss=HAND), {}, {"divisor": 4.0}),
     "no labels": (NO_LABELS, {}, {"way": "none"}),
+    "loss parallel": (Case(), {}, LOSS_PARALLEL),
+    "loss parallel, unequal, once": (Case(**UNEVEN), ONCE, LOSS_PARALLEL),
 }
 OWN = Case(lengths=(5, 4, 3, 5), empty=((0, 1), (3, 2)), loss=HAND)
+MESH = "a mesh made before"
 OVER_ALL: Cases = {
     "slices": (OWN, BOTH, {}),
     "slices, once": (OWN, {**BOTH, **ONCE}, {}),
@@ -170,7 +197,9 @@ def test_law_on_shards(name: str, two: list[dict[str, float]]) -> None:
 
 
 def fit_four(rank: int, world_size: int) -> dict[str, float]:
-    return errors_of(rank, world_size, FOUR, 2) | errors_of(rank, world_size, OVER_ALL, 2)
+    found = errors_of(rank, world_size, FOUR, 2) | errors_of(rank, world_size, OVER_ALL, 2)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
+    return found | errors_of(rank, world_size, {MESH: (OWN, {"tokens_over": mesh}, {})}, 2)
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +207,7 @@ def four() -> list[dict[str, float]]:
     return run_ranks(fit_four, 4)
 
 
-@pytest.mark.parametrize("name", [*FOUR, *OVER_ALL])
+@pytest.mark.parametrize("name", [*FOUR, *OVER_ALL, MESH])
 def test_law_on_a_mesh(name: str, four: list[dict[str, float]]) -> None:
     assert max(errors[name] for errors in four) < law.TOLERANCE
 
@@ -226,7 +255,7 @@ class WithMomentum(Sharded):
 def resume(rank: int, world_size: int, folder: Path) -> list[list[bool]]:
     found = []
     for distributed in (True, False):
-        case = Case(lengths=(5, 4), empty=((0, 1),), stream=True, loss=HAND)
+        case = Case(lengths=(5, 4), empty=((0, 1),), stream=True, loss=HAND, epochs=2)
         path = folder / f"{distributed}"
 
         def fit_again(case: Case = case, distributed: bool = distributed, **options: Any) -> list[Tensor]:
@@ -258,7 +287,7 @@ class Counts(Callback):
 
 
 def fit_clipped(rank: int, world_size: int) -> list[Tensor]:
-    return fit(rank, world_size, Case(epochs=1), 2, gradient_clip_val=0.01)
+    return fit(rank, world_size, Case(), 2, gradient_clip_val=0.01)
 
 
 def refusal(rank: int, world_size: int, case: Case, own: int, **options: Any) -> str:
@@ -351,7 +380,7 @@ class WrongMesh(Sharded):
 
 def fit_rest(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     counts = Counts()
-    case = Case(epochs=1, loss=HAND)
+    case = Case(loss=HAND)
     fit(rank, world_size, case, 2, callbacks=[counts])
     return {
         "plain": fit_plain(rank, world_size),
@@ -380,13 +409,13 @@ def test_resume_inside_an_epoch(rest: list[dict[str, Any]]) -> None:
 
 def test_clipping_by_norm_over_several_meshes(rest: list[dict[str, Any]]) -> None:
     # every gradient is far longer than 0.01, so what is left of the first is its direction
-    want = law.expected(Case(epochs=1))[0]
+    want = law.expected(Case())[0]
     for found in rest:
         assert (found["clipped"][0] - want / want.norm() * 0.01).abs().max().item() < 1e-8
 
 
 def test_copies_are_counted_once(rest: list[dict[str, Any]]) -> None:
-    windows = Case(epochs=1, loss=HAND).windows()
+    windows = Case(loss=HAND).windows()
     want = [(i, sum(num_supervised(law.collate([each])) for each in window)) for i, window in enumerate(windows)]
     assert [found["counts"] for found in rest] == [(want, (copy, 2)) for copy in (False, True, False, True)]
 
@@ -396,11 +425,11 @@ REFUSED = {
     "other values": "TokenNormError: At update 0, ranks 0, 1 are one model replica and have to be given the same",
     "same values": "nothing",
     "counter": "TokenNormError: At update 1, the coming micro-batches cannot be used. Rank 3: KeyError: 'labels'",
-    "two divisors": "MisconfigurationException: The sharded modules divide their gradients by different numbers: [2.0, 3",
+    "two divisors": "MisconfigurationException: The sharded modules divide their gradients by different numbers: [",
     "left out": "MisconfigurationException: Parameter `model.embed.weight` is trained, but no module that",
-    "other ranks": "MisconfigurationException: `fully_shard` reduces gradients over ranks [0, 2], while tokens are cou",
-    "sync off": "TokenNormError: At update 0, the coming micro-batches cannot be used. All ranks: TokenNormError: Gradi",
-    "unknown dimension": "MisconfigurationException: `TokenNormModelParallel(tokens_over=...)` got 'replicas'; expected",
+    "other ranks": "MisconfigurationException: `fully_shard` reduces gradients over ranks [0, 2], while tokens ",
+    "sync off": "TokenNormError: At update 0, the coming micro-batches cannot be used. All ranks: TokenNormError: ",
+    "unknown dimension": "MisconfigurationException: `TokenNormModelParallel(tokens_over=...)` got 'replicas'; exp",
 }
 
 

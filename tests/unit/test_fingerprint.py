@@ -36,7 +36,7 @@ def make(kind: str, value: int, length: int) -> Any:
     }[kind]
 
 
-KINDS = "tensor dict Mapping list dataclass NumPy bfloat16 bool shape".split()
+KINDS = ["tensor", "dict", "Mapping", "list", "dataclass", "NumPy", "bfloat16", "bool", "shape"]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "not contiguous"])
