@@ -177,7 +177,9 @@ class WindowAccounting:
             )
         if any(report.refuses for report in reports):
             self._refuse_together(self._reported_failure, update)
-        if problem := differing_copies(reports, self._copies) or disagreement(reports, pad=self._pad):
+        if problem := differing_copies(reports, self._copies):
+            raise TokenNormError(f"At update {update}, {problem}", together=True)
+        if problem := disagreement(reports, pad=self._pad):
             raise TokenNormError(f"At update {update}, {problem}", together=True)
         if not any(report.micro_batches for report in reports):  # the data of all ranks has ended
             return None
