@@ -24,6 +24,7 @@ from tests.helpers import law
 from tests.helpers.launch import run_ranks
 from tests.helpers.law import Case, Module
 from tests.helpers.tiny_lm import num_supervised
+from tests.hosts.test_fsdp import Counts as Collectives
 
 ONCE: dict[str, Any] = {"sync_each_micro_batch": False}
 BOTH: dict[str, Any] = {"tokens_over": ("data_parallel", "tensor_parallel")}
@@ -210,6 +211,20 @@ def four() -> list[dict[str, float]]:
 @pytest.mark.parametrize("name", [*FOUR, *OVER_ALL, MESH])
 def test_law_on_a_mesh(name: str, four: list[dict[str, float]]) -> None:
     assert max(errors[name] for errors in four) < law.TOLERANCE
+
+
+def count_collectives(rank: int, world_size: int) -> list[int]:
+    counted = []
+    for options in ({}, ONCE):
+        with Collectives() as counter:
+            fit(rank, world_size, Case(lengths=(6, 6)), options=options)
+        counted.append(counter["reduce_scatter"])
+    return counted
+
+
+def test_gradients_can_be_reduced_once_per_update() -> None:
+    # three sharded modules: after each of 6 micro-batches, or after each of 2 windows
+    assert run_ranks(count_collectives, 2) == [[18, 6], [18, 6]]
 
 
 def fit_tensor_parallel(rank: int, world_size: int) -> dict[str, float]:
