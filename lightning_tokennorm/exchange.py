@@ -29,7 +29,7 @@ from lightning_tokennorm.counting import Count
 from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.window import RankReport
 
-_WORDS = 5
+_WORDS = 6
 _FLAGS = ("refuses", "borrows", "sigterm", "requeue", "meets")
 _STORE_ANSWERS_WITHIN_S = 5
 _ASKS_EVERY_S = 0.5
@@ -52,7 +52,7 @@ class WindowExchange:
         self.rank = 0 if group is None else dist.get_rank(group)
         """This process's rank in the group."""
         self.world_size = 1 if group is None else dist.get_world_size(group)
-        """``W``: the number of ranks in the group."""
+        """The number of ranks in the group."""
         if group is not None:
             self._word = f"lightning_tokennorm/{group.group_name}/{next(_EXCHANGES)}"
         # Kept from window to window: a tensor that only a thread of gloo still holds is freed by that thread, which
@@ -280,12 +280,11 @@ def _to_words(report: RankReport) -> list[int]:
     weighted = isinstance(report.num_tokens, float)
     bits = struct.unpack("<q", struct.pack("<d", report.num_tokens))[0] if weighted else int(report.num_tokens)
     flags = sum(flag << bit for bit, flag in enumerate(getattr(report, name) for name in _FLAGS))
-    return [weighted, bits, report.micro_batches, report.accumulate, flags]
+    return [weighted, bits, report.micro_batches, report.accumulate, flags, report.fingerprint]
 
 
 def _from_words(words: Sequence[int]) -> RankReport:
-    weighted, bits, micro_batches, accumulate, flags = words
+    weighted, bits, micro_batches, accumulate, flags, fingerprint = words
     num_tokens: Count = struct.unpack("<d", struct.pack("<q", bits))[0] if weighted else bits
-    return RankReport(
-        num_tokens, micro_batches, accumulate, **{name: bool(flags >> bit & 1) for bit, name in enumerate(_FLAGS)}
-    )
+    said = {name: bool(flags >> bit & 1) for bit, name in enumerate(_FLAGS)}
+    return RankReport(num_tokens, micro_batches, accumulate, **said, fingerprint=fingerprint)

@@ -190,12 +190,13 @@ class TokenNormStrategy(ParallelStrategy):
             on_empty=self._options.on_empty,
             uneven=self._options.uneven,
             ranks_divided_by=reduction.divided_by,
+            copies=reduction.copies,
         )
         if self.agree_on_sigterm:
             feed.signals = Signals(trainer)
         self._last_update = self._make_last_update = self._left_off_at = None
         rank_zero_info(
-            f"{type(self).__name__}: every supervised token weighs the same over W={feed.exchange.world_size} ranks and"
+            f"{type(self).__name__}: every supervised token weighs the same over W={feed.windows.world_size} ranks and"
             f" K={_compat.describe_accumulation(trainer)} micro-batches per update"
             f" (counting={self._options.counting!r}, loss_reduction={self.loss_reduction!r})."
             f" Counted: {describe_counter(self._counter)}."

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.plugins.precision import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import enable_wrap
@@ -24,19 +19,16 @@ from typing_extensions import override
 
 from lightning_tokennorm import _compat
 from lightning_tokennorm.counting import TokenCounter
-from lightning_tokennorm.errors import TokenNormError
-from lightning_tokennorm.gradients import touching
 from lightning_tokennorm.reduction import Reduction
-from lightning_tokennorm.strategies.base import TokenNormStrategy
 from lightning_tokennorm.strategies.fsdp_units import FSDPUnits
-from lightning_tokennorm.strategies.options import check_choice, refuse_unknown
-from lightning_tokennorm.strategies.steps import Trace, loss_of, with_loss
+from lightning_tokennorm.strategies.options import refuse_unknown
+from lightning_tokennorm.strategies.sharded import ShardedStrategy
 from lightning_tokennorm.window import LossReduction
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
-class TokenNormFSDP(TokenNormStrategy, FSDPStrategy):
+class TokenNormFSDP(ShardedStrategy, FSDPStrategy):
     """An `FSDPStrategy` whose gradient does not depend on how the tokens are split over ranks and micro-batches.
 
     As `TokenNormDDP`, with parameters, gradients and optimizer states in shards; also with ``accelerator="cpu"``, and
@@ -85,7 +77,6 @@ class TokenNormFSDP(TokenNormStrategy, FSDPStrategy):
         sync_each_micro_batch: bool = True,
         **fsdp_kwargs: Any,
     ) -> None:
-        check_choice("TokenNormFSDP", "sync_each_micro_batch", sync_each_micro_batch, (False, True))
         refuse_unknown(type(self), fsdp_kwargs, (FSDPStrategy.__init__, FullyShardedDataParallel.__init__))
         super().__init__(
             count_tokens=count_tokens,
@@ -94,11 +85,9 @@ class TokenNormFSDP(TokenNormStrategy, FSDPStrategy):
             on_empty=on_empty,
             uneven=uneven,
             audit=audit,
+            sync_each_micro_batch=sync_each_micro_batch,
             **fsdp_kwargs,
         )
-        self._sync_each_micro_batch = sync_each_micro_batch
-        self._units: FSDPUnits | None = None
-        self._stand_in: Any = None  # what a step of a batch with tokens was called with, on the host
 
     # ---- the ranks
 
@@ -183,7 +172,6 @@ class TokenNormFSDP(TokenNormStrategy, FSDPStrategy):
     def teardown(self) -> None:
         super().teardown()
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
-        self._units = self._stand_in = None
 
     def _offload_problem(self) -> str | None:
         # With offloaded parameters torch takes the gradient that was reduced last, and drops those before it.
@@ -208,60 +196,6 @@ class TokenNormFSDP(TokenNormStrategy, FSDPStrategy):
                 " reduces in a smaller type."
             )
         return self._offload_problem() or units.trained_outside(self.optimizers)
-
-    # ---- the window
-
-    @override
-    def block_backward_sync(self) -> Any:  # a context manager
-        if self._sync_each_micro_batch or self._units is None:
-            return nullcontext()
-        return self._units.no_sync()
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        feed = self._feed_in_use
-        if self._stand_in is None and feed.windows is not None and feed.windows.num_tokens_in_hand():
-            self._stand_in = _on_host(args, kwargs)  # before the step, which may change them
-        return super().training_step(*args, **kwargs)
-
-    @override
-    def _step_without_tokens(self, step: partial[STEP_OUTPUT]) -> STEP_OUTPUT:
-        units = self._units
-        assert units is not None
-        with units.visits() as visits:
-            output = super()._step_without_tokens(step)
-        loss = loss_of(output)
-        ways = units.ways(loss, visits)
-        if ways is None:
-            ways = self._ways_of_another_batch(step.func)
-        if not ways:
-            return output
-        return with_loss(output, touching(torch.zeros((), device=self.root_device) if loss is None else loss, ways))
-
-    def _ways_of_another_batch(self, step: Callable[..., STEP_OUTPUT]) -> list[Tensor]:
-        """Run the model on a batch of before: the step has left it out, and the other ranks wait in it."""
-        units, module = self._units, self.lightning_module
-        assert units is not None
-        assert module is not None
-        if self._stand_in is not None:
-            if self._trace is None:
-                self._trace = Trace(module, self._feed_in_use.trainer)
-            arguments, keywords = move_data_to_device(copy.deepcopy(self._stand_in), self.root_device)
-            with units.visits() as visits:
-                loss = loss_of(step(*arguments, **keywords))
-            ways = units.ways(loss, visits)
-            if ways is not None:
-                return ways if loss is None else [loss, *ways]
-        raise TokenNormError(
-            f"`training_step` did not run the model for a micro-batch without supervised tokens, {self._where()}, and"
-            " there is no batch of before to run it on; other ranks wait in it. Run the forward for every batch, also"
-            " where the loss does not need it."
-        )
-
-    @override
-    def _check_backward(self, loss: Tensor, where: str) -> None:
-        assert self._units is not None
-        self._units.check_backward(loss, where)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip by the norm over all shards, which only the module that holds them all can take."""
@@ -294,12 +228,3 @@ class TokenNormFSDP(TokenNormStrategy, FSDPStrategy):
                 cpu_offload=True,
                 sync_each_micro_batch=False,
             )
-
-
-def _on_host(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """A copy on the host; ``None`` where there can be none."""
-    try:
-        copied = move_data_to_device(copy.deepcopy((arguments, keywords)), torch.device("cpu"))
-    except Exception:  # raised on this rank alone it would leave the others waiting
-        return None
-    return copied

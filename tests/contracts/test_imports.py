@@ -21,7 +21,8 @@ ALLOWED: dict[str, set[str]] = {
     # the ranks and the window
     "reduction": {"torch"},
     "exchange": {"torch", "counting", "errors", "window"},
-    "accounting": {"torch", "counting", "errors", "exchange", "window"},
+    "fingerprint": {"torch"},
+    "accounting": {"torch", "counting", "errors", "exchange", "fingerprint", "window"},
     "_compat": {"lightning", "packaging", "torchmetrics"},
     "reuse": {"torch"},
     "lookahead": {"_compat", "errors", "reuse"},
@@ -44,10 +45,20 @@ ALLOWED: dict[str, set[str]] = {
         *("torch", "lightning", "typing_extensions"),
         *("_compat", "counting", "reduction", "strategies", "window"),
     },
+    "strategies/sharded": {
+        *("torch", "lightning", "typing_extensions"),
+        *("errors", "gradients", "strategies"),
+    },
     "strategies/fsdp_units": {"torch", "lightning", "errors", "gradients"},
     "strategies/fsdp": {
         *("torch", "lightning", "typing_extensions"),
-        *("_compat", "counting", "errors", "gradients", "reduction", "strategies", "window"),
+        *("_compat", "counting", "reduction", "strategies", "window"),
+    },
+    "strategies/fsdp2_modules": {"torch", "lightning", "errors", "gradients"},
+    "strategies/clipping": {"torch"},
+    "strategies/model_parallel": {
+        *("torch", "lightning", "typing_extensions"),
+        *("counting", "reduction", "strategies", "window"),
     },
     "strategies/__init__": {"strategies"},
     # what people look at

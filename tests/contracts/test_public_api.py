@@ -27,6 +27,7 @@ def test_names() -> None:
         "TokenNormDDP",
         "TokenNormError",
         "TokenNormFSDP",
+        "TokenNormModelParallel",
         "UpdateRecord",
     }
 
@@ -42,7 +43,7 @@ def test_signatures() -> None:
         "ddp_hook_reduces": None,
         "ddp_kwargs": None,
     }
-    assert parameters(package.TokenNormFSDP) == {
+    own = {
         "count_tokens": None,
         "loss_reduction": "mean",
         "counting": "lookahead",
@@ -50,7 +51,14 @@ def test_signatures() -> None:
         "uneven": "pad",
         "audit": False,
         "sync_each_micro_batch": True,
-        "fsdp_kwargs": None,
+    }
+    assert parameters(package.TokenNormFSDP) == {**own, "fsdp_kwargs": None}
+    assert parameters(package.TokenNormModelParallel) == {
+        **own,
+        "data_parallel_size": "auto",
+        "tensor_parallel_size": "auto",
+        "tokens_over": None,
+        "kwargs": None,
     }
     assert parameters(package.SupervisedTokens) == {"labels": "labels", "ignore_index": -100, "shift": "auto"}
     assert parameters(package.TokenMeanMetric) == {
