@@ -10,11 +10,21 @@ from lightning_tokennorm import _compat
 from lightning_tokennorm.callbacks import TokenMeanMetric
 from lightning_tokennorm.counting import SupervisedTokens
 from lightning_tokennorm.errors import TokenNormError
+from lightning_tokennorm.loops import TokenWindow, token_windows
 from lightning_tokennorm.metric import TokenMean
 from lightning_tokennorm.strategies import TokenNormDDP
 from lightning_tokennorm.window import UpdateRecord
 
-__all__ = ["SupervisedTokens", "TokenMean", "TokenMeanMetric", "TokenNormDDP", "TokenNormError", "UpdateRecord"]
+__all__ = [
+    "SupervisedTokens",
+    "TokenMean",
+    "TokenMeanMetric",
+    "TokenNormDDP",
+    "TokenNormError",
+    "TokenWindow",
+    "UpdateRecord",
+    "token_windows",
+]
 __version__ = "0.1.0"
 
 TokenNormDDP.register_strategies(StrategyRegistry)

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import lightning.pytorch as pl
+from lightning.fabric import is_wrapped
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops import fetchers
@@ -363,3 +364,18 @@ def num_eval_loaders(trainer: pl.Trainer) -> int:
 def loader_suffix(index: int) -> str:
     """What Lightning appends to the keys of one of several loaders; before 2.5.3 it let nobody else do so."""
     return f"/dataloader_idx_{index}" if Version(version("lightning")) >= Version("2.5.3") else f"/loader_{index}"
+
+
+def unwrapped_by_fabric(model: Any) -> Any:
+    """What Fabric's strategy has made of a module, without Fabric's own wrapper; any other model as it is."""
+    return _private(model, "_forward_module") if is_wrapped(model) else model
+
+
+def loader_of(batches: Any) -> CombinedLoader:
+    """Any iterable of batches as the loops know loaders: of unknown length, and without a state."""
+
+    class Batches:
+        def __iter__(self) -> Any:
+            return iter(batches)
+
+    return CombinedLoader(Batches(), "max_size_cycle")

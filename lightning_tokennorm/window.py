@@ -47,6 +47,8 @@ class RankReport:
     """Whether this rank got the signal that a cluster sends before it requeues the job."""
     meets: bool = False
     """Whether this is no report of a window: the rank waits for the others to gather what a checkpoint needs."""
+    leaves: bool = False
+    """Whether this is no report of a window: the rank has left the training before its end, and reports no more."""
 
 
 @dataclass(frozen=True)
