@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -371,11 +371,17 @@ def unwrapped_by_fabric(model: Any) -> Any:
     return _private(model, "_forward_module") if is_wrapped(model) else model
 
 
-def loader_of(batches: Any) -> CombinedLoader:
-    """Any iterable of batches as the loops know loaders: of unknown length, and without a state."""
+class Batches:
+    """Any iterable of batches in the form in which fetchers read loaders: of unknown length, and without a state.
 
-    class Batches:
-        def __iter__(self) -> Any:
-            return iter(batches)
+    Args:
+        batches: The iterable.
+    """
 
-    return CombinedLoader(Batches(), "max_size_cycle")
+    flattened: tuple[Any, ...] = ()
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+        return ((batch, index, 0) for index, batch in enumerate(self._batches))

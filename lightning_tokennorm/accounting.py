@@ -264,7 +264,7 @@ class WindowAccounting:
         """Whether no micro-batch of the window has run its backward yet."""
         return not self._ran_backward
 
-    def factor(self, loss: Tensor, divided_by: int) -> float:
+    def factor(self, loss: Tensor, divided_by: float) -> float:
         """What the loss of the micro-batch in hand has to be multiplied by; 0.0 where it has no token.
 
         Args:

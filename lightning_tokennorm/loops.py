@@ -154,8 +154,11 @@ class TokenWindow:
         An error inside is told to the other ranks, which would wait for this one.
         """
         loop = self._loop
-        with loop.leaving_on_error(), loop.syncing.let_through() if self.is_last else loop.syncing.held_back():
-            yield
+        with loop.leaving_on_error():
+            if loop.syncing.waits_in_forward():
+                loop.accounting.refuse_to_wait_in_vain()
+            with loop.syncing.let_through() if self.is_last else loop.syncing.held_back():
+                yield
 
     def backward(self, loss: Tensor, backward: Callable[[Tensor], Any] | None = None) -> None:
         """Run the backward of the micro-batch in hand, with the weight that its tokens have in the window.
@@ -217,7 +220,7 @@ class _Loop:
     def open(self) -> None:
         """Open the loader; on all ranks, which prepared ones of Accelerate meet in."""
         self._fetcher = LookaheadFetcher(self)
-        self._fetcher.setup(_compat.loader_of(self._loader))
+        self._fetcher.setup(_compat.Batches(self._loader))
         iter(self._fetcher)
 
     def next_batch(self) -> Any:
@@ -228,9 +231,9 @@ class _Loop:
                 raise TokenNormError("The windows have ended with an error before: there is none to go on with.")
             if not self._has_run_backward:
                 raise TokenNormError(
-                    f"{self._where()} has had no `window.backward`, so the window is not whole: `N` counts its tokens."
-                    " Call it for every batch of the window, in place of `loss.backward`, and do not leave a window"
-                    " early; to leave a batch out, set its labels to -100."
+                    f"There was no `window.backward` for {self._where()}, so the window is not whole: `N` counts its"
+                    " tokens. Call it for every batch of the window, in place of `loss.backward`, and do not leave a"
+                    " window early; to leave a batch out, set its labels to -100."
                 )
             return next(self._fetcher)[0]
 
@@ -284,7 +287,7 @@ class _Loop:
             raise TypeError(f"`window.backward` got a loss of {shape} for {where}; expected a tensor with one element.")
         if self._has_run_backward:
             raise TokenNormError(
-                f"{where} has had its backward: its tokens would be counted again. Add losses up before it."
+                f"A second `window.backward` for {where}: its tokens would be counted again. Add losses up before it."
             )
         is_last = self._is_last
         factor = accounting.factor(loss, self._divided_by)
@@ -319,9 +322,7 @@ class _Loop:
 
     def _where(self) -> str:
         accounting = self.accounting
-        return (
-            f"Micro-batch {accounting.micro_batch + 1} of window {accounting.windows} on rank {accounting.exchange.rank}"
-        )
+        return f"micro-batch {accounting.micro_batch + 1} of window {accounting.windows} on rank {accounting.exchange.rank}"
 
     # ---- the way out
 
@@ -344,7 +345,7 @@ class _Loop:
         if isinstance(error, TokenNormError) and error.together:
             return
         if error is not None and not isinstance(error, GeneratorExit):
-            failures.tell(error, self.accounting.exchange, self._where().replace("Micro", "micro"))
+            failures.tell(error, self.accounting.exchange, self._where())
         self.accounting.exchange.leave()
 
     # ---- what the fetcher asks
@@ -384,8 +385,6 @@ class _Loop:
     def start_micro_batch(self, index: int, stands_in: bool) -> None:
         self.accounting.start_micro_batch(index, stands_in)
         self._has_run_backward = False
-        if self._plan is not None and self._plan.num_tokens and self.syncing.waits_in_forward():
-            self.accounting.refuse_to_wait_in_vain()
 
 
 def _windows(loop: _Loop) -> Iterator[TokenWindow]:

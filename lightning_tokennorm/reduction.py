@@ -80,9 +80,7 @@ def sharded_groups(model: nn.Module) -> list[Any]:
     return [each for each in found if each is not None]
 
 
-def _of_fsdp(
-    model: nn.Module, units: Sequence[FullyShardedDataParallel], group: dist.ProcessGroup | None
-) -> Reduction:
+def _of_fsdp(model: nn.Module, units: Sequence[FullyShardedDataParallel], group: dist.ProcessGroup | None) -> Reduction:
     if any(unit._comm_hook is not None for unit in units):
         raise ValueError(
             "`model` got an FSDP module with a communication hook, and what that does to the scale is not known."
@@ -92,7 +90,7 @@ def _of_fsdp(
         if each.requires_grad and not getattr(each, "_fsdp_flattened", False):
             raise _not_reduced(name)
     over = [[unit.process_group, getattr(unit, "_inter_node_pg", None)] for unit in units]
-    divisors = {unit._gradient_predivide_factor * unit._gradient_postdivide_factor for unit in units}
+    divisors = {float(unit._gradient_predivide_factor * unit._gradient_postdivide_factor) for unit in units}
     return Reduction(_joint(over, group), _the_only(divisors))
 
 
@@ -129,9 +127,7 @@ def _the_only(divisors: set[float]) -> float:
     return divisors.pop()
 
 
-def _joint(
-    over: Sequence[Sequence[dist.ProcessGroup | None]], given: dist.ProcessGroup | None
-) -> dist.ProcessGroup:
+def _joint(over: Sequence[Sequence[dist.ProcessGroup | None]], given: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """One group of all ranks that parts of a model are reduced over, first among shards and then among replicas."""
     parts = [[each for each in groups if each is not None] for groups in over]
     ranks = {tuple(tuple(dist.get_process_group_ranks(each)) for each in groups) for groups in parts}

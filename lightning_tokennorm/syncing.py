@@ -101,20 +101,20 @@ class DDPSyncing(Syncing):
         ]
         self._trained = {id(each): each for each in self._reduced}
 
-    def held_back(self) -> AbstractContextManager[None]:  # noqa: D102
+    def held_back(self) -> AbstractContextManager[None]:
         # DDP learns a static graph in its very first backward, which fails an assertion of torch under `no_sync`.
         # Reducing that one at once is exact: what all ranks share does not change when it is averaged again.
         if self._model.static_graph and self._model not in _HAS_RUN_BACKWARD:
             return nullcontext()
-        return self._model.no_sync()  # type: ignore[no-any-return]
+        return self._model.no_sync()
 
-    def waits_in_forward(self) -> bool:  # noqa: D102
-        return bool(self._model.will_sync_module_buffers())
+    def waits_in_forward(self) -> bool:
+        return bool(self._model.will_sync_module_buffers())  # type: ignore[no-untyped-call]
 
-    def waits_in_backward(self, *, is_last: bool) -> bool:  # noqa: D102
+    def waits_in_backward(self, *, is_last: bool) -> bool:
         return bool(self._model.require_backward_grad_sync)
 
-    def prepare(self, loss: Tensor, where: str, *, has_tokens: bool) -> Tensor | None:  # noqa: D102
+    def prepare(self, loss: Tensor, where: str, *, has_tokens: bool) -> Tensor | None:
         if has_tokens:
             return super().prepare(loss, where, has_tokens=True)
         graph = graph_of(loss)
@@ -130,10 +130,10 @@ class DDPSyncing(Syncing):
             )
         return touching(loss, missing)
 
-    def start_backward(self) -> None:  # noqa: D102
+    def start_backward(self) -> None:
         _HAS_RUN_BACKWARD.add(self._model)
 
-    def check_backward(self, loss: Tensor, where: str) -> None:  # noqa: D102
+    def check_backward(self, loss: Tensor, where: str) -> None:
         if not self._model.require_backward_grad_sync:
             return
         try:
@@ -170,7 +170,7 @@ class FSDPSyncing(_ShardedSyncing):
     """A model with `FullyShardedDataParallel` in it."""
 
     @contextmanager
-    def held_back(self) -> Iterator[None]:  # noqa: D102
+    def held_back(self) -> Iterator[None]:
         with ExitStack() as stack:
             for root in FullyShardedDataParallel.fsdp_modules(self._model, root_only=True):
                 stack.enter_context(root.no_sync())
@@ -185,7 +185,7 @@ class FullyShardSyncing(_ShardedSyncing):
     """A model that `fully_shard` was called on, in parts or as a whole."""
 
     @contextmanager
-    def held_back(self) -> Iterator[None]:  # noqa: D102
+    def held_back(self) -> Iterator[None]:
         self._set_sync(False)
         try:
             yield
@@ -193,7 +193,7 @@ class FullyShardSyncing(_ShardedSyncing):
             self._set_sync(True)
 
     @contextmanager
-    def let_through(self) -> Iterator[None]:  # noqa: D102
+    def let_through(self) -> Iterator[None]:
         # Fabric's `no_backward_sync(enabled=False)` leaves the reduction off for whoever comes next.
         self._set_sync(True)
         yield

@@ -113,7 +113,7 @@ class WindowPlan:
         """Micro-batches of the window on this rank (the same number on every rank)."""
         return len(self.tokens)
 
-    def factor(self, micro_batch: int, loss_reduction: LossReduction, divided_by: int) -> float:
+    def factor(self, micro_batch: int, loss_reduction: LossReduction, divided_by: float) -> float:
         """What the loss that is handed over is multiplied by before its backward.
 
         Args:
@@ -128,7 +128,7 @@ class WindowPlan:
             return 0.0
         return self.loss_weight(micro_batch, loss_reduction, divided_by) * self.ranks_divided_by / self.num_tokens
 
-    def loss_weight(self, micro_batch: int, loss_reduction: LossReduction, divided_by: int) -> Count:
+    def loss_weight(self, micro_batch: int, loss_reduction: LossReduction, divided_by: float) -> Count:
         """What the loss that is handed over is multiplied by to be ``S[r, k]``.
 
         Args:

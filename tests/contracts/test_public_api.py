@@ -26,7 +26,9 @@ def test_names() -> None:
         "TokenMeanMetric",
         "TokenNormDDP",
         "TokenNormError",
+        "TokenWindow",
         "UpdateRecord",
+        "token_windows",
     }
 
 
@@ -41,6 +43,18 @@ def test_signatures() -> None:
         "ddp_hook_reduces": None,
         "ddp_kwargs": None,
     }
+    assert parameters(package.token_windows) == {
+        "loader": None,
+        "accumulate": None,
+        "model": None,
+        "group": None,
+        "divided_by": 1,
+        "count_tokens": None,
+        "loss_reduction": "mean",
+        "on_empty": "skip",
+        "uneven": "pad",
+    }
+    assert list(parameters(package.TokenWindow.backward)) == ["self", "loss", "backward"]
     assert parameters(package.SupervisedTokens) == {"labels": "labels", "ignore_index": -100, "shift": "auto"}
     assert parameters(package.TokenMeanMetric) == {
         "name": "loss_per_token",

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_tokennorm import TokenNormError, token_windows
+from lightning_tokennorm import token_windows
 from tests.helpers.launch import run_ranks
 from tests.helpers.tiny_lm import IGNORE, TinyLM, collate, flat, make_samples, num_supervised, reference
 
@@ -441,16 +441,17 @@ def test_a_rank_that_leaves_alone_is_an_error_on_the_others() -> None:
         assert kind == "TokenNormError", name
         assert "rank 1 has left" in text, name
         its_kind, its_text = right[name]
-        match name.split(": ")[1]:
-            case "by an error":
-                assert (its_kind, its_text) == ("OwnError", "disk full")
-                assert "OwnError: disk full" in text
-            case "without a backward" | "by a backward of its own":
-                assert "Micro-batch 2 of window 2 on rank 1 has had no `window.backward`" in its_text
-            case "with a detached loss":
-                assert "no way leads from it to a parameter" in its_text
-            case _:
-                assert its_kind == ""
+        make, way = name.split(": ")
+        if way == "by an error":
+            assert (its_kind, its_text) == ("OwnError", "disk full")
+            assert "OwnError: disk full" in text
+        elif way == "with a detached loss":
+            assert "no way leads from it to a parameter" in its_text
+            assert "no way leads from it to a parameter" in text
+        elif way not in ("without a backward", "by a backward of its own"):
+            assert its_kind == ""
+        elif make != "fsdp":  # whose optimizer fails first, without gradients
+            assert "no `window.backward` for micro-batch 2 of window 2 on rank 1" in its_text
 
 
 def leave_together(rank: int, world_size: int, make: Callable[[int], Host]) -> list[float]:
