@@ -184,7 +184,8 @@ class WindowAccounting:
                 " value that they have reduced."
             )
             raise TokenNormError(
-                f"At update {update}, rank {ranks[0]} has left the windows before their end, while others go on. {said}",
+                f"At update {update}, rank {ranks[0]} has left the windows before their end, while others go on."
+                f" {said}",
                 together=True,
             )
 

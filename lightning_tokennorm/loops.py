@@ -91,8 +91,8 @@ def token_windows(
         check_choice("token_windows", option, value, choices)
     if count_tokens is not None and not callable(count_tokens):
         raise TypeError(
-            f"`token_windows(count_tokens=...)` got {count_tokens!r}; expected a callable that takes a batch and returns"
-            " its number of supervised tokens."
+            f"`token_windows(count_tokens=...)` got {count_tokens!r}; expected a callable that takes a batch and"
+            " returns its number of supervised tokens."
         )
     trained = _as_trained(model)
     reduction = _reduction_of(trained, group)

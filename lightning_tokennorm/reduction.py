@@ -144,8 +144,8 @@ def _joint(over: Sequence[Sequence[dist.ProcessGroup | None]], given: dist.Proce
         if whole is not None and dist.get_world_size(whole) == size:
             return whole
     raise ValueError(
-        f"The model is sharded and replicated over {size} ranks, a part of the world of {dist.get_world_size()}; expected"
-        " `group` with a process group of these ranks."
+        f"The model is sharded and replicated over {size} ranks, a part of the world of {dist.get_world_size()};"
+        " expected `group` with a process group of these ranks."
     )
 
 

@@ -125,7 +125,7 @@ def test_misuse() -> None:
     second = next(windows)
     for each in second:
         second.backward(linear(each["x"]).mean())
-        with pytest.raises(TokenNormError, match="A second `window.backward` for micro-batch 1 of window 2"):
+        with pytest.raises(TokenNormError, match=r"A second `window\.backward` for micro-batch 1 of window 2"):
             second.backward(linear(each["x"]).mean())
         break
     with pytest.raises(TokenNormError, match="have ended with an error"):
@@ -134,11 +134,11 @@ def test_misuse() -> None:
 
 def test_a_window_that_is_left_early() -> None:
     linear = model()
+    windows = token_windows([batch(1)] * 4, accumulate=2, model=linear)
+    first = next(windows)
+    first.backward(linear(next(iter(first))["x"]).mean())
     with pytest.raises(TokenNormError, match="do not leave a window early"):
-        for window in token_windows([batch(1)] * 4, accumulate=2, model=linear):
-            for each in window:
-                window.backward(linear(each["x"]).mean())
-                break
+        next(windows)
 
 
 @pytest.mark.parametrize(
@@ -151,10 +151,10 @@ def test_a_window_that_is_left_early() -> None:
     ],
 )
 def test_losses_that_cannot_be(loss: Any, kind: type[Exception], text: str) -> None:
-    for window in token_windows([batch(1)], accumulate=1, model=model()):
-        for _ in window:
-            with pytest.raises(kind, match=text):
-                window.backward(loss)
+    window = next(token_windows([batch(1)], accumulate=1, model=model()))
+    next(iter(window))
+    with pytest.raises(kind, match=text):
+        window.backward(loss)
 
 
 @pytest.mark.parametrize(
