@@ -322,7 +322,8 @@ class _Loop:
 
     def _where(self) -> str:
         accounting = self.accounting
-        return f"micro-batch {accounting.micro_batch + 1} of window {accounting.windows} on rank {accounting.exchange.rank}"
+        micro_batch, rank = accounting.micro_batch + 1, accounting.exchange.rank
+        return f"micro-batch {micro_batch} of window {accounting.windows} on rank {rank}"
 
     # ---- the way out
 
