@@ -11,6 +11,7 @@ from lightning_tokennorm import _compat
 from lightning_tokennorm.callbacks import TokenMeanMetric
 from lightning_tokennorm.counting import SupervisedTokens
 from lightning_tokennorm.errors import TokenNormError
+from lightning_tokennorm.loops import TokenWindow, token_windows
 from lightning_tokennorm.metric import TokenMean
 from lightning_tokennorm.strategies import TokenNormDDP, TokenNormFSDP, TokenNormModelParallel
 from lightning_tokennorm.window import UpdateRecord
@@ -23,7 +24,9 @@ __all__ = [
     "TokenNormError",
     "TokenNormFSDP",
     "TokenNormModelParallel",
+    "TokenWindow",
     "UpdateRecord",
+    "token_windows",
 ]
 __version__ = "0.1.0"
 

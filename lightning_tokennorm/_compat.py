@@ -8,12 +8,13 @@ from __future__ import annotations
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import lightning.pytorch as pl
+from lightning.fabric import is_wrapped
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops import fetchers
@@ -400,3 +401,24 @@ def num_eval_loaders(trainer: pl.Trainer) -> int:
 def loader_suffix(index: int) -> str:
     """What Lightning appends to the keys of one of several loaders; before 2.5.3 it let nobody else do so."""
     return f"/dataloader_idx_{index}" if Version(version("lightning")) >= Version("2.5.3") else f"/loader_{index}"
+
+
+def unwrapped_by_fabric(model: Any) -> Any:
+    """What Fabric's strategy has made of a module, without Fabric's own wrapper; any other model as it is."""
+    return _private(model, "_forward_module") if is_wrapped(model) else model
+
+
+class Batches:
+    """Any iterable of batches in the form in which fetchers read loaders: of unknown length, and without a state.
+
+    Args:
+        batches: The iterable.
+    """
+
+    flattened: tuple[Any, ...] = ()
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+        return ((batch, index, 0) for index, batch in enumerate(self._batches))

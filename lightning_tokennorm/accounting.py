@@ -169,6 +169,7 @@ class WindowAccounting:
         self.asked_to_end = any(report.sigterm for report in reports)
         self.asked_to_requeue = any(report.requeue for report in reports)
         # From here on every rank holds the same reports and decides the same.
+        self._refuse_to_go_on_without([rank for rank, report in enumerate(reports) if report.leaves], update)
         if alone := [rank for rank, report in enumerate(reports) if report.meets]:
             raise TokenNormError(
                 f"At update {update}, rank {alone[0]} saves a full checkpoint while others train. Call"
@@ -200,6 +201,26 @@ class WindowAccounting:
         self._plan, self._update = plan, update
         self.exchange.start()
         return plan
+
+    def refuse_to_wait_in_vain(self) -> None:
+        """Make sure that no rank has left; called by all ranks before something of the host's that waits for them.
+
+        Raises:
+            TokenNormError: On all ranks that are still there: some have left.
+        """
+        self._refuse_to_go_on_without(self.exchange.who_left(), self._update)
+
+    def _refuse_to_go_on_without(self, ranks: Sequence[int], update: int) -> None:
+        if ranks:
+            said = self.exchange.announced() or (
+                "Leave on all ranks at the same point: decide from what all of them know, such as `num_tokens` or a"
+                " value that they have reduced."
+            )
+            raise TokenNormError(
+                f"At update {update}, rank {ranks[0]} has left the windows before their end, while others go on."
+                f" {said}",
+                together=True,
+            )
 
     def _refuse_empty_window(self, plan: WindowPlan, update: int) -> None:
         if self._on_empty == "error":
@@ -281,7 +302,7 @@ class WindowAccounting:
         """Whether no micro-batch of the window has run its backward yet."""
         return not self._ran_backward
 
-    def factor(self, loss: Tensor, divided_by: int) -> float:
+    def factor(self, loss: Tensor, divided_by: float) -> float:
         """What the loss of the micro-batch in hand has to be multiplied by; 0.0 where it has no token.
 
         Args:

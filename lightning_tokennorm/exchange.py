@@ -30,7 +30,7 @@ from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.window import RankReport
 
 _WORDS = 6
-_FLAGS = ("refuses", "borrows", "sigterm", "requeue", "meets")
+_FLAGS = ("refuses", "borrows", "sigterm", "requeue", "meets", "leaves")
 _STORE_ANSWERS_WITHIN_S = 5
 _ASKS_EVERY_S = 0.5
 _EXCHANGES = itertools.count()
@@ -38,6 +38,10 @@ _EXCHANGES = itertools.count()
 
 _CPU_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """The gloo companion of each process group: made once, so that fits in a row share it, and gone with its group."""
+
+
+_LEFT: list[WindowExchange] = []
+"""Exchanges whose last word may still be on its way."""
 
 
 class WindowExchange:
@@ -166,6 +170,35 @@ class WindowExchange:
         met = all(report.meets for report in self.receive())
         self._reports = reports
         return met
+
+    def who_left(self) -> list[int]:
+        """Ask which ranks have left, before something of the host's that would wait for them in vain.
+
+        Called by all ranks that are still there, at the same points of a window.
+
+        Returns:
+            Their ranks; the same list on all others.
+        """
+        if self.group is None:
+            return []
+        reports = self.receive()  # of a window, which are still to be used
+        if not any(report.leaves for report in reports):
+            self.send(RankReport(0, 0, 0))
+            answers = self.receive()
+            self._reports, reports = reports, answers
+        return [rank for rank, report in enumerate(reports) if report.leaves]
+
+    def leave(self) -> None:
+        """Tell the other ranks, in place of what they expect next, that this one goes on elsewhere. Raises nothing.
+
+        Where all ranks leave at the same point, nobody needs to hear of it.
+        """
+        if self.group is None:
+            return
+        with suppress(Exception):  # the others, or the process group, have gone before
+            self.send(RankReport(0, 0, 0, leaves=True))
+            # what is sent must not be freed before it is sent
+            _LEFT[:] = [each for each in _LEFT if each._on_its_way and not each._on_its_way.is_completed()] + [self]
 
     def _wait(self) -> None:
         if self._on_its_way is not None:

@@ -47,6 +47,8 @@ class RankReport:
     """Whether this rank got the signal that a cluster sends before it requeues the job."""
     meets: bool = False
     """Whether this is no report of a window: the rank waits for the others to gather what a checkpoint needs."""
+    leaves: bool = False
+    """Whether this is no report of a window: the rank has left the training before its end, and reports no more."""
     fingerprint: int = 0
     """What the batches look like, where other ranks have to hold the same ones."""
 
@@ -113,7 +115,7 @@ class WindowPlan:
         """Micro-batches of the window on this rank (the same number on every rank)."""
         return len(self.tokens)
 
-    def factor(self, micro_batch: int, loss_reduction: LossReduction, divided_by: int) -> float:
+    def factor(self, micro_batch: int, loss_reduction: LossReduction, divided_by: float) -> float:
         """What the loss that is handed over is multiplied by before its backward.
 
         Args:
@@ -128,7 +130,7 @@ class WindowPlan:
             return 0.0
         return self.loss_weight(micro_batch, loss_reduction, divided_by) * self.ranks_divided_by / self.num_tokens
 
-    def loss_weight(self, micro_batch: int, loss_reduction: LossReduction, divided_by: int) -> Count:
+    def loss_weight(self, micro_batch: int, loss_reduction: LossReduction, divided_by: float) -> Count:
         """What the loss that is handed over is multiplied by to be ``S[r, k]``.
 
         Args:

@@ -28,7 +28,9 @@ def test_names() -> None:
         "TokenNormError",
         "TokenNormFSDP",
         "TokenNormModelParallel",
+        "TokenWindow",
         "UpdateRecord",
+        "token_windows",
     }
 
 
@@ -60,6 +62,18 @@ def test_signatures() -> None:
         "tokens_over": None,
         "kwargs": None,
     }
+    assert parameters(package.token_windows) == {
+        "loader": None,
+        "accumulate": None,
+        "model": None,
+        "group": None,
+        "divided_by": 1,
+        "count_tokens": None,
+        "loss_reduction": "mean",
+        "on_empty": "skip",
+        "uneven": "pad",
+    }
+    assert list(parameters(package.TokenWindow.backward)) == ["self", "loss", "backward"]
     assert parameters(package.SupervisedTokens) == {"labels": "labels", "ignore_index": -100, "shift": "auto"}
     assert parameters(package.TokenMeanMetric) == {
         "name": "loss_per_token",
