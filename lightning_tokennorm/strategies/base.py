@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -20,7 +21,7 @@ from typing_extensions import override
 
 from lightning_tokennorm import _compat
 from lightning_tokennorm.accounting import NO_TOKENS, NOT_FINITE, WindowAccounting
-from lightning_tokennorm.counting import TokenCounter
+from lightning_tokennorm.counting import Count, TokenCounter, counter_for, describe_counter
 from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.exchange import WindowExchange
 from lightning_tokennorm.grad_scaler import ConstantScale, noting_steps, unscaled_before_step
@@ -76,6 +77,7 @@ class TokenNormStrategy(ParallelStrategy):
         )
         super().__init__(**host_kwargs)
         _compat.warn_of_other_namespace()
+        self._counter = self._options.count_tokens
         self._last_update: UpdateRecord | None = None
         self._make_last_update: Callable[[], UpdateRecord] | None = None
         self._scale = ConstantScale()
@@ -86,8 +88,8 @@ class TokenNormStrategy(ParallelStrategy):
 
     @property
     def count_tokens(self) -> TokenCounter:
-        """The counter of supervised tokens: a batch goes in, its count comes out."""
-        return self._options.count_tokens
+        """The counter of supervised tokens: a batch goes in, its count comes out. While fitting that of the module."""
+        return self._counter
 
     @property
     def loss_reduction(self) -> LossReduction:
@@ -112,6 +114,13 @@ class TokenNormStrategy(ParallelStrategy):
         Its gradient is zero, and what its forward changes or logs is put back.
         """
         return self._feed is not None and self._feed.windows is not None and self._feed.windows.stands_in
+
+    @property
+    def micro_batch_tokens(self) -> Count | None:
+        """``n``: the supervised tokens of this rank's micro-batch in hand, counted ahead; ``None`` outside a window."""
+        if self._feed is None or self._feed.windows is None or not self._feed.windows.has_window:
+            return None
+        return self._feed.windows.num_tokens_in_hand()
 
     # ---- what a host says
 
@@ -168,6 +177,7 @@ class TokenNormStrategy(ParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self._refuse_impossible_setup()
+            self._counter = counter_for(self._options.count_tokens, self.lightning_module)
         super().setup(trainer)
         if not fitting:
             return
@@ -175,24 +185,26 @@ class TokenNormStrategy(ParallelStrategy):
         feed, reduction = self._feed_in_use, self._reduction()
         feed.windows = WindowAccounting(
             feed.exchange,
-            self.count_tokens,
+            self._counter,
             loss_reduction=self.loss_reduction,
             on_empty=self._options.on_empty,
             uneven=self._options.uneven,
             ranks_divided_by=reduction.divided_by,
+            copies=reduction.copies,
         )
         if self.agree_on_sigterm:
             feed.signals = Signals(trainer)
         self._last_update = self._make_last_update = self._left_off_at = None
         rank_zero_info(
-            f"{type(self).__name__}: every supervised token weighs the same over W={feed.exchange.world_size} ranks and"
+            f"{type(self).__name__}: every supervised token weighs the same over W={feed.windows.world_size} ranks and"
             f" K={_compat.describe_accumulation(trainer)} micro-batches per update"
             f" (counting={self._options.counting!r}, loss_reduction={self.loss_reduction!r})."
+            f" Counted: {describe_counter(self._counter)}."
         )
 
     def _refuse_impossible_setup(self) -> None:
         assert self.lightning_module is not None
-        refuse_module(self.lightning_module)
+        refuse_module(self.lightning_module, type(self).__name__)
         if self.handles_gradient_accumulation:
             raise MisconfigurationException(
                 f"`{type(self).__name__}.handles_gradient_accumulation` is True, so losses would be divided by"
@@ -219,7 +231,8 @@ class TokenNormStrategy(ParallelStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         windows = self._windows
-        self._left_off_at = self._progress("the end of training", together=True)  # for a checkpoint after the fit
+        self._left_off_at = self._progress(checkpoints.THE_END, together=True)  # for a checkpoint after the fit
+        self._feed_in_use.end_training()
         if windows.empty_windows:
             rank_zero_warn(
                 f"{windows.empty_windows} of {windows.windows} windows had no supervised token on any rank, so"
@@ -268,7 +281,7 @@ class TokenNormStrategy(ParallelStrategy):
         if _compat.has_progress(checkpoint):
             progress = self._left_off_at
             if self._feed is not None and self._feed.fetcher is not None:
-                progress = self._progress("a checkpoint", together=not self._ends_alone)
+                progress = self._progress(checkpoints.A_CHECKPOINT, together=not self._ends_alone)
             if progress is not None:
                 checkpoints.write(checkpoint, progress)
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -288,8 +301,9 @@ class TokenNormStrategy(ParallelStrategy):
             if checkpoints.lacks_positions(checkpoint) and self.world_size > 1:
                 rank_zero_warn(
                     "The checkpoint holds rank 0's loader states only, and all ranks go on from those: it was written"
-                    " after an error, when ranks could not wait for each other, or DDP's group is a part of the world."
-                    " Where ranks have states of their own, resume from a checkpoint of a regular update."
+                    " after an error, when ranks could not wait for each other, or the group that shares gradients is a"
+                    " part of the world. Where ranks have states of their own, resume from a checkpoint of a regular"
+                    " update."
                 )
         return checkpoint
 
@@ -371,7 +385,7 @@ class TokenNormStrategy(ParallelStrategy):
         trace.undo()
         return output
 
-    def _step_without_tokens(self, step: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
+    def _step_without_tokens(self, step: partial[STEP_OUTPUT]) -> STEP_OUTPUT:
         if self._windows.stands_in:
             assert self.lightning_module is not None
             self._trace = Trace(self.lightning_module, self._feed_in_use.trainer)

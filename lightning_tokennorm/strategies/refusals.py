@@ -16,8 +16,12 @@ from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.strategies.comm_hooks import group_of, is_torch_hook
 
 
-def refuse_module(module: pl.LightningModule) -> None:
+def refuse_module(module: pl.LightningModule, strategy: str) -> None:
     """Refuse a module that does its own optimization, or fetches its own batches.
+
+    Args:
+        module: The module.
+        strategy: The strategy's name, for error texts.
 
     Raises:
         MisconfigurationException: It does.
@@ -25,13 +29,13 @@ def refuse_module(module: pl.LightningModule) -> None:
     name = type(module).__name__
     if not module.automatic_optimization:
         raise MisconfigurationException(
-            f"`TokenNormDDP` rescales the loss that Lightning backpropagates, but `{name}.automatic_optimization` is"
+            f"`{strategy}` rescales the loss that Lightning backpropagates, but `{name}.automatic_optimization` is"
             " False: manual optimization runs the backward itself, so the tokens would not weigh the same. Use"
-            " automatic optimization, or `DDPStrategy` and your own scaling."
+            " automatic optimization, or Lightning's own strategy and your own scaling."
         )
     if _compat.takes_dataloader_iter(module):
         raise MisconfigurationException(
-            f"`TokenNormDDP` counts the tokens of a window before its first micro-batch, but"
+            f"`{strategy}` counts the tokens of a window before its first micro-batch, but"
             f" `{name}.training_step(dataloader_iter)` fetches its batches itself. Take"
             " `training_step(self, batch, batch_idx)`."
         )

@@ -19,6 +19,7 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_tokennorm import _compat
 from lightning_tokennorm.gradients import graph_of, touching
@@ -29,7 +30,7 @@ _LIGHTNINGS_OWN = frozenset(vars(pl.LightningModule())) | frozenset(vars(nn.Modu
 
 @contextmanager
 def around_training_step(
-    module: pl.LightningModule, wrap: Callable[[Callable[..., STEP_OUTPUT]], STEP_OUTPUT]
+    module: pl.LightningModule, wrap: Callable[[partial[STEP_OUTPUT]], STEP_OUTPUT]
 ) -> Iterator[None]:
     """Run `wrap` in the place of the module's `training_step`, which Lightning looks up inside the wrapper's forward.
 
@@ -38,7 +39,7 @@ def around_training_step(
         wrap: Called with the step, ready to be called without arguments; returns what it returns.
     """
     own, before = module.training_step, vars(module).get("training_step")
-    module.training_step = lambda *args, **kwargs: wrap(lambda: own(*args, **kwargs))  # type: ignore[method-assign]
+    module.training_step = lambda *args, **kwargs: wrap(partial(own, *args, **kwargs))  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -59,7 +60,7 @@ def with_way_to(output: STEP_OUTPUT, parameters: Sequence[nn.Parameter], *, may_
         parameters: Those that have to take part.
         may_be_partial: Whether a loss may lead to some of them only.
     """
-    loss = output.get("loss") if isinstance(output, Mapping) else output
+    loss = loss_of(output)
     if loss is not None and not isinstance(loss, Tensor):
         return output
     if loss is None:
@@ -68,7 +69,16 @@ def with_way_to(output: STEP_OUTPUT, parameters: Sequence[nn.Parameter], *, may_
     missing = [parameter for parameter in parameters if id(parameter) not in graph.reached]
     if not missing or graph.hides_a_graph or (may_be_partial and len(missing) < len(parameters)):
         return output
-    loss = touching(loss, missing)
+    return with_loss(output, touching(loss, missing))
+
+
+def loss_of(output: STEP_OUTPUT) -> Any:
+    """The loss in what a step returned; ``None`` where there is none."""
+    return output.get("loss") if isinstance(output, Mapping) else output
+
+
+def with_loss(output: STEP_OUTPUT, loss: Tensor) -> STEP_OUTPUT:
+    """What a step returned, with another loss in it."""
     return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
 
@@ -86,7 +96,8 @@ class Trace:
         self._random.enter_context(isolate_rng())
         for part in module.modules():
             self._remember_buffers(part)
-            self._remember_attributes(part)
+            if not isinstance(part, FullyShardedDataParallel):  # whose state goes on with the backward
+                self._remember_attributes(part)
 
     def undo(self) -> None:
         """Put everything back; to be called after the backward, which may need what the forward left."""
@@ -107,16 +118,12 @@ class Trace:
             self._undo.append(put_back)
 
     def _remember_attributes(self, part: nn.Module) -> None:
-        attributes = {
-            name: value
-            for name, value in vars(part).items()
-            if name not in _LIGHTNINGS_OWN and not isinstance(value, (FunctionType, MethodType))
-        }
+        attributes = {name: value for name, value in vars(part).items() if not _is_left_alone(name, value)}
         contents = [_remember(value) for value in attributes.values()]
 
         def put_back() -> None:
             for name, value in list(vars(part).items()):
-                if not (name in attributes or name in _LIGHTNINGS_OWN or isinstance(value, (FunctionType, MethodType))):
+                if name not in attributes and not _is_left_alone(name, value):
                     delattr(part, name)
             vars(part).update(attributes)
             for restore in contents:
@@ -127,6 +134,14 @@ class Trace:
 
 _DATA = (int, float, complex, str, bytes, type(None), Tensor, list, deque, dict, set, tuple)
 _MOST_ITEMS = 256
+
+
+def _is_left_alone(name: str, value: Any) -> bool:
+    """Whether an attribute is no business of a step's: Lightning's, a method, or a parameter as FSDP shows it."""
+    if name in _LIGHTNINGS_OWN or isinstance(value, (FunctionType, MethodType)):
+        return True
+    # FSDP puts views of the gathered parameters into the module while it runs, and takes them away with the backward.
+    return isinstance(value, Tensor) and isinstance(value._base, nn.Parameter)
 
 
 def _remember(value: Any, depth: int = 4) -> Callable[[], None]:

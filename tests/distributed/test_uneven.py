@@ -338,9 +338,11 @@ def test_unequal_accumulation_is_an_error_on_all_ranks() -> None:
 
 
 def test_accumulation_that_one_rank_changes_between_windows() -> None:
-    # it raises with the other's next report; the other, in the window, when that rank has ended
+    # it raises with the other's next report, or sees that the other has gone on without one; the other, in the window,
+    # when that rank has ended
     results = run_ranks(fit_with_unequal_accumulation, 2, [3, 3], [None, 1])
     for error, gradients in results:
-        assert "`accumulate_grad_batches` differs between ranks: rank 0 has 3, rank 1 has 1" in error
+        assert "`accumulate_grad_batches` differs between ranks" in error
+        assert "rank 1 has " in error  # its value, or that it has changed it
         assert len(gradients) == 2
     assert results[0][0].startswith("Another rank has ended inside a window. The first to fail was rank 1")
