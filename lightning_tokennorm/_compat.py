@@ -257,7 +257,9 @@ def forget_loaders(trainer: pl.Trainer) -> None:
 def describe_accumulation(trainer: pl.Trainer) -> str:
     """``K``, or how it is scheduled."""
     schedules = [c.scheduling for c in _private(trainer, "callbacks") if isinstance(c, GradientAccumulationScheduler)]
-    return str(schedules[0]) if schedules else str(trainer.accumulate_grad_batches)
+    if not schedules:
+        return str(trainer.accumulate_grad_batches)
+    return ", ".join(f"from epoch {epoch} on {k}" if epoch else str(k) for epoch, k in sorted(schedules[0].items()))
 
 
 def warn_of_other_namespace() -> None:

@@ -37,8 +37,8 @@ from lightning_tokennorm.exchange import WindowExchange
 from lightning_tokennorm.window import RankReport
 from tests.helpers.scalar_rig import ScalarModule, make_batch, make_loader, make_trainer
 
+HANGS_AFTER_S = 240
 LENGTH, ACCUMULATE = 11, 3  # windows of 3, 3, 3 and 2
-STALL_S = 14
 QUOTA = 32 * 1024
 """Bytes: fewer than a checkpoint has, more than any other file of a run."""
 
@@ -73,6 +73,11 @@ def _signal(signum: signal.Signals) -> Callable[[Any], Any]:
     return _passing(lambda: os.kill(os.getpid(), signum))
 
 
+def _wait_for_sigusr2() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+    signal.sigwait({signal.SIGUSR2})
+
+
 def _raise(value: Any) -> Any:
     raise ValueError("this sample cannot be used")
 
@@ -89,8 +94,8 @@ ACTS: dict[str, Callable[[Any], Any]] = {
         )
         for ms in (5, 20, 70)
     },
-    "lag": _passing(lambda: time.sleep(2)),
-    "stall": _passing(lambda: time.sleep(STALL_S)),
+    "lag": _passing(lambda: time.sleep(4)),
+    "stall": _passing(_wait_for_sigusr2),
     "quota": _passing(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (QUOTA, resource.RLIM_INFINITY))),
     "raise": _raise,
     "None": lambda loss: None,
@@ -108,8 +113,8 @@ class Run:
     faults: tuple[tuple[int, str, str], ...] = ()
     """Rank, act and point of each; one for a point."""
     ckpt_path: str | None = None
-    timeout_s: float = 60
-    """How long ranks wait for each other."""
+    timeout_s: float = 2000
+    """How long ranks wait for each other: by default longer than a test does, so that an end was not waited for."""
     saves_on_exception: bool = False
     slurm: bool = False
     """Whether a SLURM cluster started the ranks, which requeues a job that gets SIGUSR1."""
@@ -273,7 +278,7 @@ def train(run: Run, rank: int) -> None:
 
 def _on_slurm(run: Run, rank: int) -> dict[str, Any]:
     os.environ |= {
-        **{"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "2", "SLURM_NODEID": "0"},
+        **{"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NODEID": "0"},
         **{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
         "PATH": f"{run.folder}/bin:{os.environ['PATH']}",
     }
@@ -298,7 +303,7 @@ def run_rank(rank: int, port: int, run: Run) -> None:
     log = os.open(f"{run.folder}/rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    faulthandler.dump_traceback_later(45)  # where it hangs, if it does
+    faulthandler.dump_traceback_later(HANGS_AFTER_S)  # where it hangs, if it does
     try:
         train(run, rank)
     finally:

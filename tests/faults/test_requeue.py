@@ -5,7 +5,6 @@ Lightning saves inside the signal handler, which ranks run at different times: i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ echo "$@" >> "$(dirname "$0")/calls"
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Path]:
+def cluster(tmp_path: Path) -> Path:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "scontrol").write_text(SCONTROL)
     (tmp_path / "bin" / "scontrol").chmod(0o755)
@@ -38,7 +37,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
 @pytest.mark.parametrize(
     ("faults", "saved_after"),
     [
-        # before the last micro-batch of the second window is served: its report is still to come
+        # the second window is reported with the last micro-batch of the first one, which is still to come
         pytest.param(((0, "sigusr1", "first forward"),), 1, id="rank 0"),
         pytest.param(((1, "sigusr1", "first forward"),), 1, id="rank 1"),
         pytest.param(((0, "sigusr1", "forward"), (1, "sigusr1", "backward")), 3, id="inside the third window"),
