@@ -40,7 +40,7 @@ def reduction_of(model: nn.Module | None, group: dist.ProcessGroup | None = None
             divisor, or some parameters would not be reduced.
 
     Example:
-        >>> reduction_of(torch.nn.Linear(1, 1))
+        >>> reduction_of(nn.Linear(1, 1))
         Reduction(group=None, divided_by=None)
     """
     if isinstance(model, DistributedDataParallel):
