@@ -61,7 +61,9 @@ class BatchSums:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             return None
         num_tokens = self._count(batch) if ahead else check_count(self._count_tokens(batch))
-        loss_sum = loss.detach().to(device).double().reshape(())
+        loss = loss.detach()
+        loss = loss.full_tensor() if hasattr(loss, "full_tensor") else loss  # a DTensor, of `loss_parallel`
+        loss_sum = loss.to(device).double().reshape(())
         if self._loss_reduction == "mean":
             loss_sum = loss_sum * num_tokens
         # The mean over no token is NaN, and NaN * 0 is NaN: the sum over none is replaced by 0, not multiplied.

@@ -157,7 +157,7 @@ class TokenMeanMetric(Callback):
     ) -> None:
         if not getattr(trainer.strategy, "micro_batch_is_padded", False):
             known = None if self._given_counter else getattr(trainer.strategy, "micro_batch_tokens", None)
-            self._batch.before_step(batch, known)
+            self._batch.before_step(batch, 0 if _is_copy(trainer) else known)
 
     @override
     def on_train_batch_end(
@@ -215,7 +215,7 @@ class TokenMeanMetric(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._batch.before_step(batch)
+        self._batch.before_step(batch, 0 if _is_copy(trainer) else None)
 
     on_test_batch_start = on_validation_batch_start
 
@@ -300,6 +300,11 @@ class TokenMeanMetric(Callback):
             add_dataloader_idx=False,
             metric_attribute=key,  # tells Lightning that this is not an attribute of the module
         )
+
+
+def _is_copy(trainer: pl.Trainer) -> bool:
+    """Whether another rank of the same model replica counts this rank's batches (tensor parallelism)."""
+    return bool(getattr(trainer.strategy, "is_copy", False))
 
 
 def _nothing() -> None:

@@ -298,7 +298,7 @@ class Counts(Callback):
         record = trainer.strategy.last_update
         if record is not None and (record.index, record.num_tokens) not in self.seen:
             self.seen.append((record.index, record.num_tokens))
-            self.said = (trainer.strategy.is_copy, record.world_size)
+            self.said = (trainer.strategy.is_copy, record.world_size, type(record.loss_sum))
 
 
 def fit_clipped(rank: int, world_size: int) -> list[Tensor]:
@@ -394,14 +394,15 @@ class WrongMesh(Sharded):
 
 
 def fit_rest(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    counts = Counts()
-    case = Case(loss=HAND)
-    fit(rank, world_size, case, 2, callbacks=[counts])
+    counts, of_dtensors = Counts(), Counts()
+    fit(rank, world_size, Case(), 2, callbacks=[counts])
+    fit(rank, world_size, Case(), 2, module=LOSS_PARALLEL, callbacks=[of_dtensors])
     return {
         "plain": fit_plain(rank, world_size),
         "resume": resume(rank, world_size, folder),
         "clipped": fit_clipped(rank, world_size),
         "counts": (counts.seen, counts.said),
+        "counts of DTensors": (of_dtensors.seen, of_dtensors.said),
         "refused": refuse(rank, world_size),
     }
 
@@ -429,10 +430,12 @@ def test_clipping_by_norm_over_several_meshes(rest: list[dict[str, Any]]) -> Non
         assert (found["clipped"][0] - want / want.norm() * 0.01).abs().max().item() < 1e-8
 
 
-def test_copies_are_counted_once(rest: list[dict[str, Any]]) -> None:
-    windows = Case(loss=HAND).windows()
+@pytest.mark.parametrize("name", ["counts", "counts of DTensors"])
+def test_copies_are_counted_once(name: str, rest: list[dict[str, Any]]) -> None:
+    windows = Case().windows()
     want = [(i, sum(num_supervised(law.collate([each])) for each in window)) for i, window in enumerate(windows)]
-    assert [found["counts"] for found in rest] == [(want, (copy, 2)) for copy in (False, True, False, True)]
+    for found, copy in zip(rest, (False, True, False, True), strict=True):
+        assert found[name] == (want, (copy, 2, Tensor))
 
 
 REFUSED = {
