@@ -213,7 +213,11 @@ class TokenNormStrategy(ParallelStrategy):
 
     @property
     def _feed_in_use(self) -> WindowFeed:
-        assert self._feed is not None, "the strategy is set up outside `Trainer.fit`"
+        if self._feed is None:
+            raise TokenNormError(
+                f"`{type(self).__name__}` was asked to train outside `Trainer.fit`, so the number of supervised tokens"
+                " is not known. Leave the step, the backward and the update to Lightning."
+            )
         return self._feed
 
     @property
@@ -232,7 +236,6 @@ class TokenNormStrategy(ParallelStrategy):
         super().on_train_end()
         windows = self._windows
         self._left_off_at = self._progress(checkpoints.THE_END, together=True)  # for a checkpoint after the fit
-        self._feed_in_use.end_training()
         if windows.empty_windows:
             rank_zero_warn(
                 f"{windows.empty_windows} of {windows.windows} windows had no supervised token on any rank, so"
@@ -243,6 +246,7 @@ class TokenNormStrategy(ParallelStrategy):
                 f"{type(self).__name__}: the ranks had unequal numbers of batches; {padded} micro-batches without data"
                 " were run in all, which contribute nothing."
             )
+        self._feed_in_use.end_training()
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,6 +33,7 @@ class ReducerWatch:
         """The parameters that DDP reduces."""
         self._by_id = {id(each): each for each in self.parameters}
         self._outside: list[tuple[str, Tensor]] = []
+        self._averages = dist.get_world_size(ddp.process_group) > 1  # else nobody could drift apart
         self._optimized = -1
         self._witness: nn.Parameter | None = None
         self._before: tuple[Tensor | None, int] = (None, 0)
@@ -69,7 +71,7 @@ class ReducerWatch:
                     " computed from the module's parameters; to leave a batch out, set its labels to -100."
                 )
             self._witness = found
-        if self._ddp.require_backward_grad_sync:
+        if self._ddp.require_backward_grad_sync and self._averages:
             try:
                 self._ddp.reducer._check_reducer_finalized()
             except RuntimeError:
