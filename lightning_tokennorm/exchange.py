@@ -29,8 +29,8 @@ from lightning_tokennorm.counting import Count
 from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.window import RankReport
 
-_WORDS = 5
-_FLAGS = ("refuses", "borrows", "sigterm", "requeue", "meets")
+_WORDS = 6
+_FLAGS = ("refuses", "borrows", "sigterm", "requeue", "meets", "leaves")
 _STORE_ANSWERS_WITHIN_S = 5
 _ASKS_EVERY_S = 0.5
 _EXCHANGES = itertools.count()
@@ -38,6 +38,10 @@ _EXCHANGES = itertools.count()
 
 _CPU_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """The gloo companion of each process group: made once, so that fits in a row share it, and gone with its group."""
+
+
+_LEFT: list[WindowExchange] = []
+"""Exchanges whose last word may still be on its way."""
 
 
 class WindowExchange:
@@ -52,7 +56,7 @@ class WindowExchange:
         self.rank = 0 if group is None else dist.get_rank(group)
         """This process's rank in the group."""
         self.world_size = 1 if group is None else dist.get_world_size(group)
-        """``W``: the number of ranks in the group."""
+        """The number of ranks in the group."""
         if group is not None:
             self._word = f"lightning_tokennorm/{group.group_name}/{next(_EXCHANGES)}"
         # Kept from window to window: a tensor that only a thread of gloo still holds is freed by that thread, which
@@ -167,6 +171,35 @@ class WindowExchange:
         self._reports = reports
         return met
 
+    def who_left(self) -> list[int]:
+        """Ask which ranks have left, before something of the host's that would wait for them in vain.
+
+        Called by all ranks that are still there, at the same points of a window.
+
+        Returns:
+            Their ranks; the same list on all others.
+        """
+        if self.group is None:
+            return []
+        reports = self.receive()  # of a window, which are still to be used
+        if not any(report.leaves for report in reports):
+            self.send(RankReport(0, 0, 0))
+            answers = self.receive()
+            self._reports, reports = reports, answers
+        return [rank for rank, report in enumerate(reports) if report.leaves]
+
+    def leave(self) -> None:
+        """Tell the other ranks, in place of what they expect next, that this one goes on elsewhere. Raises nothing.
+
+        Where all ranks leave at the same point, nobody needs to hear of it.
+        """
+        if self.group is None:
+            return
+        with suppress(Exception):  # the others, or the process group, have gone before
+            self.send(RankReport(0, 0, 0, leaves=True))
+            # what is sent must not be freed before it is sent
+            _LEFT[:] = [each for each in _LEFT if each._on_its_way and not each._on_its_way.is_completed()] + [self]
+
     def _wait(self) -> None:
         if self._on_its_way is not None:
             with self._naming_what_failed():
@@ -280,12 +313,11 @@ def _to_words(report: RankReport) -> list[int]:
     weighted = isinstance(report.num_tokens, float)
     bits = struct.unpack("<q", struct.pack("<d", report.num_tokens))[0] if weighted else int(report.num_tokens)
     flags = sum(flag << bit for bit, flag in enumerate(getattr(report, name) for name in _FLAGS))
-    return [weighted, bits, report.micro_batches, report.accumulate, flags]
+    return [weighted, bits, report.micro_batches, report.accumulate, flags, report.fingerprint]
 
 
 def _from_words(words: Sequence[int]) -> RankReport:
-    weighted, bits, micro_batches, accumulate, flags = words
+    weighted, bits, micro_batches, accumulate, flags, fingerprint = words
     num_tokens: Count = struct.unpack("<d", struct.pack("<q", bits))[0] if weighted else bits
-    return RankReport(
-        num_tokens, micro_batches, accumulate, **{name: bool(flags >> bit & 1) for bit, name in enumerate(_FLAGS)}
-    )
+    said = {name: bool(flags >> bit & 1) for bit, name in enumerate(_FLAGS)}
+    return RankReport(num_tokens, micro_batches, accumulate, **said, fingerprint=fingerprint)

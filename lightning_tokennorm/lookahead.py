@@ -13,6 +13,7 @@ Ranks go through their windows in step. Where this rank has fewer micro-batches 
 from __future__ import annotations
 
 import copy
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -179,6 +180,11 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         return Origin() if self.done or self.ended else self._here()
 
     @property
+    def stream_has_ended(self) -> bool:
+        """Whether the epoch is over, and its length was not known before on some rank."""
+        return bool(self.done) and math.isinf(self._owner.length)
+
+    @property
     def ended(self) -> bool:
         """Whether this rank has nothing to go on with in this epoch, in which other ranks have more."""
         if self.unfinished:
@@ -220,9 +226,9 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
         ends = self.fetched >= self._owner.length
         if ends or self._owner.windows_left <= 1:
             self._owner.report_window([], accumulate, None, False)
-            self.done = ends
+            self.done = ends or self.fetched % accumulate != 0  # a short window is the last one of all ranks' data
             return
-        if not self._ahead and self._stand_in is None:
+        if self._stand_in is None and all(read.item[0] is None for read in self._ahead):
             self._stand_in = _copy(batch)  # before the step that may change it
         self._report(accumulate)
         # a rank that has more itself need not wait to know that the epoch goes on

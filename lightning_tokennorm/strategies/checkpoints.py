@@ -79,7 +79,7 @@ def take_progress(fetcher: LookaheadFetcher, exchange: WindowExchange, purpose: 
         states=list(origin.states),
         skip=origin.skip,
         edge=int(fetcher.fetched) - fetcher.unfinished,
-        stream_has_ended=bool(fetcher.done) and fetcher.length is None,
+        stream_has_ended=fetcher.stream_has_ended,
         positions=positions,
     )
 

@@ -135,8 +135,13 @@ class WindowFeed:
 
     def end_training(self) -> None:
         """Act upon a signal that came too late for a window; called by all ranks together."""
-        if self.signals is not None and any(self.exchange.gather_objects(self.signals.requeue)):
+        if self.signals is None:
+            return
+        told = self.exchange.gather_objects((self.signals.requeue, self.signals.sigterm))
+        if any(requeue for requeue, _ in told):
             self._save_and_requeue()
+        if any(sigterm for _, sigterm in told):
+            _compat.end_by_sigterm(self.trainer)
 
     def _save_and_requeue(self) -> None:
         if self.signals is not None:

@@ -31,12 +31,12 @@ class Counts(ScalarModule):
         self.trained: list[float] = []
         self.padded = self.validations = self.epoch_ends = 0
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert isinstance(self.trainer.strategy, TokenNormDDP)
-        if self.trainer.strategy.micro_batch_is_padded:
-            self.padded += 1
-        else:
-            self.trained.append(batch["values"][0, 0].item())
+        self.padded += self.trainer.strategy.micro_batch_is_padded  # in the step it would be put back
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trained.append(batch["values"][0, 0].item())  # put back where the micro-batch is padded
         loss = super().training_step(batch, batch_idx)
         return {"loss": loss, "num_tokens": (batch["labels"][:, 1:] != -100).sum()}
 
