@@ -33,4 +33,4 @@ __version__ = "0.1.0"
 TokenNormDDP.register_strategies(StrategyRegistry)
 TokenNormFSDP.register_strategies(StrategyRegistry)
 TokenNormModelParallel.register_strategies(StrategyRegistry)
-_compat.warn_of_other_namespace()
+_compat.warn_of_other_namespace(frames=1)

@@ -262,14 +262,18 @@ def describe_accumulation(trainer: pl.Trainer) -> str:
     return ", ".join(f"from epoch {epoch} on {k}" if epoch else str(k) for epoch, k in sorted(schedules[0].items()))
 
 
-def warn_of_other_namespace() -> None:
-    """Warn where `pytorch_lightning` is imported: its Trainer does not take what is made for `lightning`."""
+def warn_of_other_namespace(*, frames: int) -> None:
+    """Warn where `pytorch_lightning` is imported: its Trainer does not take what is made for `lightning`.
+
+    Args:
+        frames: How many frames of this package lie between the caller's and the user's.
+    """
     if "pytorch_lightning" in sys.modules:
         warnings.warn(
             "`pytorch_lightning` is imported beside `lightning`. They are two packages with the same classes, and a"
             " `pytorch_lightning.Trainer` does not accept the strategies and callbacks of `lightning_tokennorm`"
             " ('invalid strategy name'): use `from lightning.pytorch import Trainer, LightningModule`.",
-            stacklevel=4,
+            stacklevel=frames + 2,
         )
 
 

@@ -231,8 +231,8 @@ class WindowAccounting:
             )
         if self.windows == self.empty_windows == FIRST_WINDOWS:
             raise TokenNormError(
-                f"None of the first {FIRST_WINDOWS} windows has a single supervised token on any of {plan.world_size}"
-                " ranks, so nothing would be trained on: every label is ignored, or the counter looks for them"
+                f"None of the first {FIRST_WINDOWS} windows has a single supervised token on any rank, so"
+                " nothing would be trained on: every label is ignored, or the counter looks for them"
                 " elsewhere. Look at one batch, and at `count_tokens`.",
                 together=True,
             )

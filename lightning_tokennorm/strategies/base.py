@@ -76,7 +76,7 @@ class TokenNormStrategy(ParallelStrategy):
             audit=audit,
         )
         super().__init__(**host_kwargs)
-        _compat.warn_of_other_namespace()
+        _compat.warn_of_other_namespace(frames=2)
         self._counter = self._options.count_tokens
         self._last_update: UpdateRecord | None = None
         self._make_last_update: Callable[[], UpdateRecord] | None = None
@@ -238,8 +238,8 @@ class TokenNormStrategy(ParallelStrategy):
         self._left_off_at = self._progress(checkpoints.THE_END, together=True)  # for a checkpoint after the fit
         if windows.empty_windows:
             rank_zero_warn(
-                f"{windows.empty_windows} of {windows.windows} windows had no supervised token on any rank, so"
-                f" {windows.windows - windows.empty_windows} updates were made."
+                f"{windows.empty_windows} of {windows.windows} windows had no supervised token on any rank."
+                f" Updates made: {windows.windows - windows.empty_windows}."
             )
         if padded := windows.padded_micro_batches:
             rank_zero_info(

@@ -6,6 +6,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import dropwhile
 from typing import Any, Literal
 
 from lightning_tokennorm.counting import SupervisedTokens, TokenCounter
@@ -83,7 +84,9 @@ def refuse_unknown(strategy: type, given: Mapping[str, Any], takers: tuple[Calla
         TypeError: One of them is unknown; the text has the nearest name that is known.
     """
     package = __name__.partition(".")[0]
-    own = [vars(each).get("__init__") for each in strategy.__mro__ if each.__module__.startswith(package)]
+    # a user's subclass has taken its own by now, and what comes after this package's may be a user's as well
+    takes = list(dropwhile(lambda each: not each.__module__.startswith(f"{package}."), strategy.__mro__))
+    own = [vars(each).get("__init__") for each in takes]
     known = {
         name
         for function in (*filter(None, own), *takers)
