@@ -239,8 +239,8 @@ class WindowAccounting:
 
     def _lend(self, reports: Sequence[RankReport], batch: Any, update: int) -> Any:
         """A batch of the first rank that has one, where another rank has none; else ``None``."""
-        if not any(report.borrows for report in reports):
-            return None
+        if len(reports) == 1 or not any(report.borrows for report in reports):
+            return None  # alone, nobody waits for a forward
         lenders = [rank for rank, report in enumerate(reports) if not report.borrows]
         if not lenders:
             raise TokenNormError(

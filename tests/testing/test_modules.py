@@ -283,6 +283,39 @@ def test_a_schedule_runs_and_its_error_is_told() -> None:
         check(lambda: Configured("too short"))
 
 
+class WarmsUp(Bigrams):
+    """The usual warm-up schedule, as long as the run: one step more and torch raises, one less and `on_train_end`."""
+
+    def __init__(self, asks_in: str) -> None:
+        super().__init__()
+        self.asks_in = asks_in
+
+    def ask(self, hook: str) -> None:
+        if self.asks_in == hook:
+            self.steps = int(self.trainer.estimated_stepping_batches)
+
+    def setup(self, stage: str) -> None:
+        self.ask("setup")
+
+    def configure_model(self) -> None:
+        self.ask("configure_model")
+
+    def configure_optimizers(self) -> Any:
+        self.ask("configure_optimizers")
+        optimizer = Adam(self.parameters())
+        return [optimizer], [{"scheduler": OneCycleLR(optimizer, 0.1, total_steps=self.steps), "interval": "step"}]
+
+    def on_train_end(self) -> None:
+        assert self.trainer.global_step == self.steps
+
+
+@pytest.mark.parametrize("hook", ["setup", "configure_model", "configure_optimizers"])
+def test_a_warm_up_schedule_as_long_as_the_run(hook: str) -> None:
+    # https://github.com/Lightning-AI/pytorch-lightning/issues/13740
+    report = check(lambda: WarmsUp(hook), world_sizes=(1, 2))
+    assert all(result.ok for result in report.results)
+
+
 class Subset(Bigrams):
     """All is trainable, the head alone is optimised; nobody clears the other gradients."""
 
