@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_tokennorm.counting import Count, TokenCounter, check_count, to_host
-from lightning_tokennorm.errors import RaisedElsewhere, TokenNormError, text_of
+from lightning_tokennorm.errors import RaisedElsewhere, TokenNormError, text_of, words_of
 from lightning_tokennorm.exchange import WindowExchange
 from lightning_tokennorm.fingerprint import fingerprint
 from lightning_tokennorm.window import (
@@ -413,7 +413,7 @@ class WindowAccounting:
     def _refuse_together(self, failure: Exception | None, update: int) -> NoReturn:
         own, shown = None, None
         if failure is not None:
-            own = f"{type(failure).__name__}: {failure}"
+            own = f"{words_of(failure)}."
             # What a user's own code raised is shown where it did; the words of this package's are all there is to see.
             shown = None if _is_of_this_package(failure) else text_of(failure)
         reasons = self.exchange.gather_objects((own, shown))

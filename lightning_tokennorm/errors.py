@@ -41,6 +41,18 @@ def text_of(exception: BaseException) -> str:
     return "".join(TracebackException(kind, exception, trace).format()).rstrip()
 
 
+def words_of(exception: BaseException) -> str:
+    """An exception in one line: what it is and what it says, without tracebacks that its text may hold."""
+    try:
+        lines = str(exception).splitlines()
+    except Exception:  # of its own
+        lines = ["its text cannot be shown"]
+    if any(line.startswith("Traceback") or line.endswith("Traceback (most recent call last):") for line in lines):
+        lines = [lines[0], lines[-1]]  # as of a loader's worker
+    said = " ".join(line.strip() for line in lines).removesuffix(".")
+    return f"{type(exception).__name__}: {said}" if said else type(exception).__name__
+
+
 def up_to_lightning(trace: TracebackType | None) -> TracebackType | None:
     """The frames of a traceback that lead to the call of Lightning."""
     if trace is None or _is_inside(trace):

@@ -6,7 +6,7 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from lightning_tokennorm.errors import TokenNormError, beyond_lightning, up_to_lightning
+from lightning_tokennorm.errors import TokenNormError, beyond_lightning, up_to_lightning, words_of
 from lightning_tokennorm.exchange import WindowExchange, is_of_a_collective
 
 
@@ -29,9 +29,8 @@ def tell(exception: BaseException, exchange: WindowExchange, where: str) -> None
         if said is not None:
             _add_note(exception, f"Another rank has ended. {said}")
         return
-    what = str(exception).removesuffix(".")
     exchange.announce(
-        f"The first to fail was {where}: {type(exception).__name__}: {what}. Mend what its own traceback shows; the"
+        f"The first to fail was {where}: {words_of(exception)}. Mend what its own traceback shows; the"
         " run can go on from its last checkpoint."
     )
     _add_note(exception, f"This was {where}.")
