@@ -18,7 +18,7 @@ from lightning_tokennorm.errors import (
 from lightning_tokennorm.exchange import WindowExchange
 
 
-class Wordless(Exception):
+class WordlessError(Exception):
     def __str__(self) -> str:
         raise ValueError("no text")
 
@@ -35,7 +35,7 @@ OSError: shard 3 is gone
     [
         (ValueError("no labels."), "ValueError: no labels"),
         (KeyboardInterrupt(), "KeyboardInterrupt"),
-        (Wordless(), "Wordless: its text cannot be shown"),
+        (WordlessError(), "WordlessError: its text cannot be shown"),
         (ValueError("one\n  two"), "ValueError: one two"),
         (
             RuntimeError(FROM_WORKER),
