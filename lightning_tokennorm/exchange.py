@@ -16,10 +16,10 @@ import pickle
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,6 +29,7 @@ from lightning_tokennorm.counting import Count
 from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.window import RankReport
 
+_T = TypeVar("_T")
 _WORDS = 6
 _FLAGS = ("refuses", "borrows", "sigterm", "requeue", "meets", "leaves")
 _STORE_ANSWERS_WITHIN_S = 5
@@ -119,8 +120,13 @@ class WindowExchange:
             TokenNormError: Another rank is gone or did not come within the timeout.
         """
         if self._on_its_way is not None:
-            if self._sent > self._sent_at_start + 1:  # more than the others may have sent
-                self._wait_beside_others(self._on_its_way)
+            beside = self._sent > self._sent_at_start + 1  # more than the others may have sent
+            if beside and (gone := self._wait_beside_others(self._on_its_way)) is not None:
+                raise TokenNormError(
+                    f"Rank {self.rank} has reported a window anew that rank {gone} has started as it was:"
+                    f" `accumulate_grad_batches` differs between ranks, since rank {self.rank} has changed it between"
+                    " windows and not all others have, or it has left an epoch alone. Do so on all ranks."
+                )
             self._wait()
             self._reports = [_from_words(words) for words in self._table.tolist()]
         return self._reports
@@ -132,24 +138,27 @@ class WindowExchange:
             with suppress(RuntimeError):  # without the store nothing but this goes on as before
                 _store().set(f"{self._word}/{self.rank}", str(self._sent))
 
-    def _wait_beside_others(self, work: dist.Work) -> None:
-        """Wait for a row that was sent anew, as long as no other rank has started its window without one.
+    def _wait_beside_others(self, work: dist.Work) -> int | None:
+        """Wait for a row that was sent beside the windows' own, unless another rank has started its window without one.
 
         Such a rank sends its next row at the end of that window, to which it may not come: the host's own collectives
         in a forward wait for this rank.
+
+        Returns:
+            That rank, if there is one.
         """
         asked_at = time.monotonic()
         while not work.is_completed():
             time.sleep(0.001)
             if time.monotonic() - asked_at < _ASKS_EVERY_S:
                 continue
-            asked_at, gone = time.monotonic(), self._gone_on()
-            if gone is not None:
-                raise TokenNormError(
-                    f"Rank {self.rank} has reported a window anew that rank {gone} has started as it was:"
-                    f" `accumulate_grad_batches` differs between ranks, since rank {self.rank} has changed it between"
-                    " windows and not all others have, or it has left an epoch alone. Do so on all ranks."
-                )
+            answers = _aside(self._gone_on)
+            if not answers:
+                return None  # the process of the store stands still: it would not answer again either
+            if answers[0] is not None:
+                return answers[0]
+            asked_at = time.monotonic()
+        return None
 
     def _gone_on(self) -> int | None:
         """A rank that has started a window with one row less than this one has sent."""
@@ -167,6 +176,9 @@ class WindowExchange:
         """
         reports = self.receive()  # of a window, which are still to be used
         self.send(RankReport(0, 0, 0, meets=True))
+        between_windows = self._sent > self._sent_at_start + 1  # inside one the others will report the next
+        if between_windows and self._on_its_way is not None and self._wait_beside_others(self._on_its_way) is not None:
+            return False
         met = all(report.meets for report in self.receive())
         self._reports = reports
         return met
@@ -270,12 +282,7 @@ class WindowExchange:
         """What a rank that failed alone has left word of; ``None`` where none has."""
         if self.group is None:
             return None
-        said: list[str | None] = []
-        # A store whose process stands still never answers, whatever its timeout: wait for it aside, and not for long.
-        asks = threading.Thread(target=lambda: said.append(self._ask_store()), daemon=True)
-        asks.start()
-        asks.join(_STORE_ANSWERS_WITHIN_S)
-        if said:
+        if said := _aside(self._ask_store):
             return said[0]
         return (
             "The store of the process group does not answer. Rank 0 keeps it unless a launcher does: look at what that"
@@ -290,6 +297,18 @@ class WindowExchange:
                 "The store of the process group is gone. Rank 0 keeps it unless a launcher does: look for its own"
                 " error first."
             )
+
+
+def _aside(ask: Callable[[], _T]) -> list[_T]:
+    """What a question to the store gives; empty where the store's process stands still.
+
+    Such a store never answers, whatever its timeout: wait for it aside, and not for long.
+    """
+    said: list[_T] = []
+    asks = threading.Thread(target=lambda: said.append(ask()), daemon=True)
+    asks.start()
+    asks.join(_STORE_ANSWERS_WITHIN_S)
+    return said
 
 
 def is_of_a_collective(error: BaseException | None) -> bool:

@@ -92,7 +92,7 @@ ACTS: dict[str, Callable[[Any], Any]] = {
         f"sigusr1 in {ms} ms": _passing(
             lambda ms=ms: threading.Timer(ms / 1000, os.kill, (os.getpid(), signal.SIGUSR1)).start()
         )
-        for ms in (5, 20, 70)
+        for ms in (5, 20)
     },
     "lag": _passing(lambda: time.sleep(4)),
     "stall": _passing(_wait_for_sigusr2),
@@ -162,8 +162,9 @@ class Faults:
             return half + write(file, data[half:])
 
         def send_or_fail(exchange: WindowExchange, report: RankReport) -> None:
-            for point in ("first report", "early report", "report"):
-                report = self.reach(point, report)
+            if not report.meets:  # for a checkpoint, as all ranks save it
+                for point in ("first report", "early report", "report"):
+                    report = self.reach(point, report)
             send(exchange, report)
 
         WindowExchange.send = send_or_fail  # type: ignore[method-assign]
