@@ -41,7 +41,7 @@ def reduction_of(model: nn.Module | None, group: dist.ProcessGroup | None = None
 
     Example:
         >>> reduction_of(nn.Linear(1, 1))
-        Reduction(group=None, divided_by=None)
+        Reduction(group=None, divided_by=None, copies=None)
     """
     if isinstance(model, DistributedDataParallel):
         return Reduction(_same(model.process_group, group))

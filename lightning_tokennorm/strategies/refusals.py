@@ -79,15 +79,15 @@ def refuse_changed_ddp(ddp: Any, hook: Any) -> None:
 def refuse_output_without_gradient(output: STEP_OUTPUT, *, rank: int, batch_idx: int) -> None:
     """Refuse what a training step returned where no backward can be run of it.
 
-    What is no loss at all, a number or a dict without one, is left to Lightning, which says what it takes.
+    What is no loss at all, a number or a dict without the key, is left to Lightning, which says what it takes.
 
     Raises:
         TokenNormError: There is nothing, or the loss has no graph.
     """
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if output is not None and not (isinstance(loss, Tensor) and not loss.requires_grad):
+    loss = output.get("loss", 0.0) if isinstance(output, Mapping) else output
+    if loss is not None and not (isinstance(loss, Tensor) and not loss.requires_grad):
         return
-    got = "None" if output is None else f"a loss without a graph ({loss!r})"
+    got = f"{output!r}" if loss is None else f"a loss without a graph ({loss!r})"
     raise TokenNormError(
         f"`training_step` returned {got} on rank {rank} for batch {batch_idx}; expected a loss to run the backward of,"
         " or a dict with the key 'loss': every rank runs one for every micro-batch. To leave a batch out, give it no"

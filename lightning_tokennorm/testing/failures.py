@@ -22,8 +22,13 @@ def cause_of_failure(text: str, facts: Facts | None) -> str | None:
             "the module reads `self.trainer.datamodule`, and there is none here: batches come from `samples`. Give the"
             " module what it reads there as an argument in `make_module`."
         )
-    # torch's words, and those that Lightning puts in their place
-    waits = "finished reduction in the prior iteration" in text or "were not used in producing the loss" in text
+    # the strategy's words, torch's, and those that Lightning puts in their place
+    words = (
+        "DDP still waits for parameters",
+        "finished reduction in the prior iteration",
+        "were not used in producing the loss",
+    )
+    waits = any(each in text for each in words)
     if facts is None or not waits:
         return None
     if facts.frozen_late:

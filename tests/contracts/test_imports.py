@@ -37,10 +37,14 @@ ALLOWED: dict[str, set[str]] = {
     "strategies/failures": {"errors", "exchange"},
     "strategies/checkpoints": {"_compat", "errors", "exchange", "lookahead"},
     "strategies/feed": {"lightning", "_compat", "accounting", "errors", "exchange", "lookahead", "strategies"},
+    "strategies/lifecycle": {
+        *("torch", "lightning", "typing_extensions"),
+        *("_compat", "accounting", "counting", "errors", "exchange", "grad_scaler", "reduction", "strategies"),
+        "window",
+    },
     "strategies/base": {
         *("torch", "lightning", "typing_extensions"),
-        *("_compat", "accounting", "counting", "errors", "exchange", "grad_scaler", "gradients", "reduction"),
-        *("strategies", "window"),
+        *("_compat", "accounting", "errors", "grad_scaler", "gradients", "strategies", "window"),
     },
     "strategies/ddp": {
         *("torch", "lightning", "typing_extensions"),

@@ -221,8 +221,7 @@ def test_a_branch_that_the_empty_rank_skips() -> None:
     assert run_ranks(fit_branched, 2, 2, True) == [[(0.0, 0.0), (-1.0, -1.0)]] * 2
 
 
-def test_a_skipped_branch_that_ddp_was_not_told_of_ends_in_errors() -> None:
-    # torch's rank 1 waits for a gradient that rank 0 never has; after the timeout both ranks end, neither goes on alone
-    for text in run_ranks(fit_branched, 2, 1, False):
-        assert isinstance(text, str)
-        assert text.startswith(("TokenNormError: Rank 0 of 2 waited for the other ranks", "RuntimeError: "))
+def test_a_skipped_branch_that_ddp_was_not_told_of() -> None:
+    # in torch rank 1 would wait for a gradient that rank 0 never has: a loss without tokens is led to all parameters
+    expected = [(0.5, 0.5), (-1.5, -1.5), (-2.0, -2.0), (-4.0, -4.0)]
+    assert run_ranks(fit_branched, 2, 1, False) == [expected] * 2

@@ -392,7 +392,7 @@ def test_factors_have_the_size_of_the_mean() -> None:
     for world_size, accumulate, tokens in ((1, 1, 1), (2, 16, 10**6), (64, 128, 4096)):
         rank = RankReport(accumulate * tokens, accumulate, accumulate)
         plan = WindowPlan.agreed([rank] * world_size, (tokens,) * accumulate)
-        assert plan.factor(0, "mean") == pytest.approx(1.0, rel=1e-12)
+        assert plan.factor(0, "mean", plan.accumulate) == pytest.approx(1.0, rel=1e-12)
 
 
 # ---- low precision throughout, and callbacks that watch

@@ -1,0 +1,298 @@
+"""From the constructor to the teardown: what the strategies of this package share besides the step itself."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from lightning_tokennorm import _compat
+from lightning_tokennorm.accounting import WindowAccounting
+from lightning_tokennorm.counting import Count, TokenCounter, counter_for, describe_counter
+from lightning_tokennorm.errors import TokenNormError
+from lightning_tokennorm.exchange import WindowExchange
+from lightning_tokennorm.grad_scaler import ConstantScale
+from lightning_tokennorm.reduction import Reduction
+from lightning_tokennorm.strategies import checkpoints, failures
+from lightning_tokennorm.strategies.feed import WindowFeed
+from lightning_tokennorm.strategies.options import Options
+from lightning_tokennorm.strategies.refusals import refuse_module
+from lightning_tokennorm.strategies.signals import Signals
+from lightning_tokennorm.strategies.steps import Trace
+from lightning_tokennorm.window import LossReduction, UpdateRecord
+
+
+class FitLifecycle(ParallelStrategy):
+    """Puts the look-ahead, the exchange and the windows of a fit in their places, and takes them away again.
+
+    Also what ranks owe each other on the way: checkpoints that lead back to the edge of a window on every rank, and
+    word of who was the first to fail.
+    """
+
+    agree_on_sigterm: bool = True
+    """Whether a SIGTERM on any rank ends the training of all ranks at the start of the same window.
+
+    Lightning's own way (``False``, to be set before `Trainer.fit`) broadcasts rank 0's flag before each micro-batch and
+    waits for it. The signal before a requeue on a SLURM cluster is treated alike.
+    """
+
+    def __init__(
+        self,
+        *,
+        count_tokens: TokenCounter | None = None,
+        loss_reduction: LossReduction = "mean",
+        counting: Literal["lookahead"] = "lookahead",
+        on_empty: Literal["skip", "error"] = "skip",
+        uneven: Literal["pad", "error"] = "pad",
+        audit: bool = False,
+        **host_kwargs: Any,
+    ) -> None:
+        self._options = Options.checked(
+            type(self).__name__,
+            count_tokens=count_tokens,
+            loss_reduction=loss_reduction,
+            counting=counting,
+            on_empty=on_empty,
+            uneven=uneven,
+            audit=audit,
+        )
+        super().__init__(**host_kwargs)
+        _compat.warn_of_other_namespace(frames=2)
+        self._counter = self._options.count_tokens
+        self._last_update: UpdateRecord | None = None
+        self._make_last_update: Callable[[], UpdateRecord] | None = None
+        self._scale = ConstantScale()
+        self._trace: Trace | None = None  # of a forward that has to be undone
+        self._left_off_at: checkpoints.Progress | None = None
+        self._feed: WindowFeed | None = None  # there while fitting
+        self._has_no_batch = False  # a transfer hook returned None
+
+    @property
+    def count_tokens(self) -> TokenCounter:
+        """The counter of supervised tokens: a batch goes in, its count comes out. While fitting that of the module."""
+        return self._counter
+
+    @property
+    def loss_reduction(self) -> LossReduction:
+        """What ``training_step`` is taken to return: ``"mean"`` or ``"sum"``."""
+        return self._options.loss_reduction
+
+    @property
+    def last_update(self) -> UpdateRecord | None:
+        """The record of the latest optimizer update, skipped ones too; ``None`` before the first.
+
+        A new one is there when ``on_train_batch_end`` runs for the last micro-batch of a window.
+        """
+        self._close_window()
+        if self._make_last_update is not None:
+            self._last_update, self._make_last_update = self._make_last_update(), None
+        return self._last_update
+
+    @property
+    def micro_batch_is_padded(self) -> bool:
+        """Whether the micro-batch in hand is only run for the other ranks' sake, on a batch seen before.
+
+        Its gradient is zero, and what its forward changes or logs is put back.
+        """
+        return self._feed is not None and self._feed.windows is not None and self._feed.windows.stands_in
+
+    @property
+    def micro_batch_tokens(self) -> Count | None:
+        """``n``: the supervised tokens of this rank's micro-batch in hand, counted ahead; ``None`` outside a window."""
+        if self._feed is None or self._feed.windows is None or not self._feed.windows.has_window:
+            return None
+        return self._feed.windows.num_tokens_in_hand()
+
+    # ---- what a host says
+
+    def _reduction(self) -> Reduction:
+        """Over which ranks gradients are reduced; known once the processes know each other."""
+        raise NotImplementedError
+
+    def _check_setup(self) -> None:
+        """Refuse what cannot work; the model is wrapped."""
+
+    def _find_problem(self) -> str | None:
+        """What makes training impossible as it stands, looked at before each window."""
+        return None
+
+    # ---- set-up and teardown
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        trainer = _compat.trainer_of(model)
+        if self._feed is not None:  # a fit that ended before its teardown
+            self._feed.close()
+            self._feed = None
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._feed = WindowFeed(trainer, close_window=self._close_window, find_problem=self._find_problem)
+
+    @override
+    def setup_environment(self) -> None:
+        try:
+            super().setup_environment()
+        except BaseException:
+            # Those that this process has launched would wait for it at the rendezvous, in vain.
+            if self.launcher is not None:
+                self.launcher.kill(signal.SIGKILL)
+            raise
+        if self._feed is not None:
+            self._feed.connect(self._new_exchange(self._reduction()))
+
+    def _new_exchange(self, reduction: Reduction) -> WindowExchange:
+        return WindowExchange.spanning(reduction.group, _compat.process_group_timeout(self))
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self._refuse_impossible_setup()
+            self._counter = counter_for(self._options.count_tokens, self.lightning_module)
+        super().setup(trainer)
+        if not fitting:
+            return
+        self._check_setup()
+        feed, reduction = self._feed_in_use, self._reduction()
+        feed.windows = WindowAccounting(
+            feed.exchange,
+            self._counter,
+            loss_reduction=self.loss_reduction,
+            on_empty=self._options.on_empty,
+            uneven=self._options.uneven,
+            ranks_divided_by=reduction.divided_by,
+            copies=reduction.copies,
+        )
+        if self.agree_on_sigterm:
+            feed.signals = Signals(trainer)
+        self._last_update = self._make_last_update = self._left_off_at = None
+        rank_zero_info(
+            f"{type(self).__name__}: every supervised token weighs the same over W={feed.windows.world_size} ranks and"
+            f" K={_compat.describe_accumulation(trainer)} micro-batches per update"
+            f" (counting={self._options.counting!r}, loss_reduction={self.loss_reduction!r})."
+            f" Counted: {describe_counter(self._counter)}."
+        )
+
+    def _refuse_impossible_setup(self) -> None:
+        assert self.lightning_module is not None
+        refuse_module(self.lightning_module, type(self).__name__)
+        if self.handles_gradient_accumulation:
+            raise MisconfigurationException(
+                f"`{type(self).__name__}.handles_gradient_accumulation` is True, so losses would be divided by"
+                " `accumulate_grad_batches` twice or not at all. Leave accumulation to the Trainer."
+            )
+
+    @property
+    def _feed_in_use(self) -> WindowFeed:
+        if self._feed is None:
+            raise TokenNormError(
+                f"`{type(self).__name__}` was asked to train outside `Trainer.fit`, so the number of supervised tokens"
+                " is not known. Leave the step, the backward and the update to Lightning."
+            )
+        return self._feed
+
+    @property
+    def _windows(self) -> WindowAccounting:
+        windows = self._feed_in_use.windows
+        assert windows is not None
+        return windows
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._left_off_at = None  # of a run inside this one, the learning rate finder's for example
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        windows = self._windows
+        self._left_off_at = self._progress(checkpoints.THE_END, together=True)  # for a checkpoint after the fit
+        if windows.empty_windows:
+            rank_zero_warn(
+                f"{windows.empty_windows} of {windows.windows} windows had no supervised token on any rank."
+                f" Updates made: {windows.windows - windows.empty_windows}."
+            )
+        if padded := windows.padded_micro_batches:
+            rank_zero_info(
+                f"{type(self).__name__}: the ranks had unequal numbers of batches; {padded} micro-batches without data"
+                " were run in all, which contribute nothing."
+            )
+        self._feed_in_use.end_training()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._feed is not None and self._feed.fetcher is not None:
+            trainer, exchange = self._feed.trainer, self._feed.exchange
+            where = f"rank {exchange.rank}, batch {trainer.fit_loop.batch_idx}, update {trainer.global_step}"
+            failures.tell(exception, exchange, where)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        # `OnExceptionCheckpoint` saves, and Lightning waits for all ranks then.
+        if not self._ends_alone:
+            super().barrier(*args, **kwargs)  # type: ignore[safe-super]
+
+    @property
+    def _ends_alone(self) -> bool:
+        # After an error, of this rank or of another one: nobody must wait, the others may be in another collective.
+        feed = self._feed
+        return feed is not None and feed.trainer.interrupted and not (feed.windows and feed.windows.asked_to_end)
+
+    @override
+    def teardown(self) -> None:
+        feed = self._feed
+        if feed is not None:
+            if self._left_off_at is None and feed.fetcher is not None and feed.fetcher.iterator is not None:
+                self._left_off_at = self._progress("teardown", together=False)
+            self._close_window()
+            feed.close()
+        self._feed = self._trace = None
+        super().teardown()
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        # Batches that wait here are still to come, and a window that is not complete is done again whole.
+        if _compat.has_progress(checkpoint):
+            progress = self._left_off_at
+            if self._feed is not None and self._feed.fetcher is not None:
+                progress = self._progress(checkpoints.A_CHECKPOINT, together=not self._ends_alone)
+            if progress is not None:
+                checkpoints.write(checkpoint, progress)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _progress(self, purpose: str, *, together: bool) -> checkpoints.Progress:
+        feed = self._feed_in_use
+        assert feed.fetcher is not None
+        # Loaders are told apart by the rank in the world, of which the group may be a part.
+        together &= feed.exchange.world_size == self.world_size
+        return checkpoints.take_progress(feed.fetcher, feed.exchange, purpose, together=together)
+
+    @override
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        if self._feed is not None and _compat.has_progress(checkpoint):
+            self._feed.start = checkpoints.take_start(checkpoint, self.global_rank, self.world_size)
+            if checkpoints.lacks_positions(checkpoint) and self.world_size > 1:
+                rank_zero_warn(
+                    "The checkpoint holds rank 0's loader states only, and all ranks go on from those: it was written"
+                    " after an error, when ranks could not wait for each other, or the group that shares gradients is a"
+                    " part of the world. Where ranks have states of their own, resume from a checkpoint of a regular"
+                    " update."
+                )
+        return checkpoint
+
+    def _close_window(self) -> None:
+        """Make the record of the window in hand, if it is over: whatever optimizer and module have made of it."""
+        feed = self._feed
+        if feed is None or feed.windows is None or not feed.windows.has_window or feed.fetcher is None:
+            return
+        if not feed.fetcher.unfinished:
+            self._make_last_update = feed.windows.take_record(self.root_device)
