@@ -8,12 +8,13 @@ from __future__ import annotations
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import lightning.pytorch as pl
+from lightning.fabric import is_wrapped
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops import fetchers
@@ -226,8 +227,9 @@ def has_loader_states(checkpoint: Mapping[str, Any]) -> bool:
 
 
 def has_progress(checkpoint: dict[str, Any]) -> bool:
-    """Whether a checkpoint says how far the training has come; one with weights only does not."""
-    return "fit_loop" in checkpoint.get("loops", {})
+    """Whether a checkpoint says how far the training has come, and can be gone on from; not one with weights only."""
+    # Lightning writes its loops' counters into both.
+    return "fit_loop" in checkpoint.get("loops", {}) and "callbacks" in checkpoint
 
 
 def align_logged_step(trainer: pl.Trainer) -> None:
@@ -255,7 +257,9 @@ def forget_loaders(trainer: pl.Trainer) -> None:
 def describe_accumulation(trainer: pl.Trainer) -> str:
     """``K``, or how it is scheduled."""
     schedules = [c.scheduling for c in _private(trainer, "callbacks") if isinstance(c, GradientAccumulationScheduler)]
-    return str(schedules[0]) if schedules else str(trainer.accumulate_grad_batches)
+    if not schedules:
+        return str(trainer.accumulate_grad_batches)
+    return ", ".join(f"from epoch {epoch} on {k}" if epoch else str(k) for epoch, k in sorted(schedules[0].items()))
 
 
 def warn_of_other_namespace() -> None:
@@ -271,7 +275,7 @@ def warn_of_other_namespace() -> None:
 
 def skips_backward(trainer: pl.Trainer) -> bool:
     """Whether the fit loop runs forwards only."""
-    return bool(_private(trainer.fit_loop, "_skip_backward"))
+    return trainer.fit_loop._skip_backward  # asked several times per micro-batch
 
 
 def micro_batches_done(trainer: pl.Trainer) -> int:
@@ -307,9 +311,34 @@ def remember_logged(trainer: pl.Trainer) -> Callable[[], None]:
     return restore
 
 
-def is_accumulating(trainer: pl.Trainer) -> bool:
-    """Whether the micro-batch in hand is not the last one of its window."""
-    return bool(_private(trainer.fit_loop, "_should_accumulate")())
+def watch_division_of_loss(trainer: pl.Trainer, note: Callable[[int], None]) -> Callable[[], None]:
+    """Tell by how much Lightning divides each training loss, where it does so.
+
+    That is ``K`` as it is when `training_step` has returned, and no hook runs there: whatever is read in one may have
+    been changed before or after.
+
+    Args:
+        trainer: The Trainer; with manual optimization nothing is divided and nothing is told.
+        note: Called with the divisor.
+
+    Returns:
+        A function that takes the change back.
+    """
+    loop = _private(trainer.fit_loop.epoch_loop, "automatic_optimization")
+    result_class: Any = _private(loop, "output_result_cls")
+
+    class Noting(result_class):  # type: ignore[misc]
+        @classmethod
+        def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> Any:
+            note(normalize)
+            return super().from_training_step_output(training_step_output, normalize)
+
+    loop.output_result_cls = Noting
+
+    def restore() -> None:
+        loop.__dict__.pop("output_result_cls", None)
+
+    return restore
 
 
 def logs_this_update(trainer: pl.Trainer) -> bool:
@@ -318,9 +347,15 @@ def logs_this_update(trainer: pl.Trainer) -> bool:
     Only from counters that are the same on all ranks: `Trainer.should_stop`, which Lightning looks at too, may differ,
     and a collective that hangs on it would not be joined by all.
     """
-    every: int = _private(trainer, "log_every_n_steps")
+    every = log_every_n_steps(trainer)
     updates: int = _private(trainer.fit_loop.epoch_loop, "_batches_that_stepped") + 1
     return every > 0 and updates % every == 0
+
+
+def log_every_n_steps(trainer: pl.Trainer) -> int:
+    """After how many updates Lightning writes to the loggers; 0 for never."""
+    every: int = _private(trainer, "log_every_n_steps")
+    return every
 
 
 def set_step_value(metric: Metric, value: Any) -> None:
@@ -347,6 +382,11 @@ def process_group_timeout(strategy: Any) -> timedelta | None:
     return timeout
 
 
+def saves_in_shards(strategy: Any) -> bool:
+    """Whether an FSDP strategy writes each rank's shards of a checkpoint."""
+    return bool(_private(strategy, "_state_dict_type") == "sharded")
+
+
 def takes_dataloader_iter(module: pl.LightningModule) -> bool:
     """Whether `training_step` fetches its batches by itself."""
     return is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
@@ -363,3 +403,24 @@ def num_eval_loaders(trainer: pl.Trainer) -> int:
 def loader_suffix(index: int) -> str:
     """What Lightning appends to the keys of one of several loaders; before 2.5.3 it let nobody else do so."""
     return f"/dataloader_idx_{index}" if Version(version("lightning")) >= Version("2.5.3") else f"/loader_{index}"
+
+
+def unwrapped_by_fabric(model: Any) -> Any:
+    """What Fabric's strategy has made of a module, without Fabric's own wrapper; any other model as it is."""
+    return _private(model, "_forward_module") if is_wrapped(model) else model
+
+
+class Batches:
+    """Any iterable of batches in the form in which fetchers read loaders: of unknown length, and without a state.
+
+    Args:
+        batches: The iterable.
+    """
+
+    flattened: tuple[Any, ...] = ()
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+        return ((batch, index, 0) for index, batch in enumerate(self._batches))

@@ -19,9 +19,18 @@ import torch
 from torch import Tensor
 
 from lightning_tokennorm.counting import Count, TokenCounter, check_count, to_host
-from lightning_tokennorm.errors import TokenNormError
+from lightning_tokennorm.errors import RaisedElsewhere, TokenNormError, text_of
 from lightning_tokennorm.exchange import WindowExchange
-from lightning_tokennorm.window import LossReduction, RankReport, UpdateRecord, WindowPlan, disagreement, total
+from lightning_tokennorm.fingerprint import fingerprint
+from lightning_tokennorm.window import (
+    LossReduction,
+    RankReport,
+    UpdateRecord,
+    WindowPlan,
+    differing_copies,
+    disagreement,
+    total,
+)
 
 FIRST_WINDOWS = 50
 """After this many windows without a single token the training is refused: the labels cannot be right."""
@@ -35,12 +44,14 @@ class WindowAccounting:
     """The windows of one rank, one after the other.
 
     Args:
-        exchange: Between the ranks over which gradients are reduced.
+        exchange: Between all ranks that go through their windows together.
         count_tokens: Counts the supervised tokens of a batch.
         loss_reduction: What the training step returns.
         on_empty: What a window without a token is: ``"skip"`` or ``"error"``.
         uneven: What ranks are whose data ends before the others': ``"pad"`` or ``"error"``.
         ranks_divided_by: By what the reduction over ranks divides the sum of their gradients; ``None`` for ``W``.
+        copies: The ranks of each model replica, where several hold the same batches: one of each is counted. ``None``
+            where every rank has batches of its own.
     """
 
     def __init__(
@@ -52,13 +63,18 @@ class WindowAccounting:
         on_empty: Literal["skip", "error"],
         uneven: Literal["pad", "error"],
         ranks_divided_by: float | None = None,
+        copies: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.exchange = exchange
+        self._copies = [(rank,) for rank in range(exchange.world_size)] if copies is None else copies
+        self._has_copies = len(self._copies) < exchange.world_size
         self._count_tokens = count_tokens
         self._loss_reduction: LossReduction = loss_reduction
         self._on_empty = on_empty
         self._pad = uneven == "pad"
-        self._ranks_divided_by = exchange.world_size if ranks_divided_by is None else ranks_divided_by
+        self.world_size = len(self._copies)
+        """``W``: the number of ranks whose batches are counted."""
+        self._ranks_divided_by = self.world_size if ranks_divided_by is None else ranks_divided_by
         # The window in hand; no plan before the first one, nor where the exchange of the next one failed.
         self._plan: WindowPlan | None = None
         self._update = 0
@@ -109,14 +125,26 @@ class WindowAccounting:
             requeue: Whether this rank got the signal before a requeue.
         """
         tokens: tuple[Count, ...] = ()
+        looks = 0
         try:
             counts = [0 if batch is None else check_count(self._count_tokens(batch)) for batch in batches]
             tokens = to_host(counts)
+            for batch in batches if self._has_copies else ():
+                looks = fingerprint(batch, looks)
         except Exception as error:  # to be raised when the window comes, by all ranks together
             failure = error
         self._reported_tokens, self._reported_failure = tokens, failure
-        refuses = failure is not None
-        self.exchange.send(RankReport(total(tokens), len(batches), accumulate, refuses, borrows, sigterm, requeue))
+        report = RankReport(
+            total(tokens),
+            len(batches),
+            accumulate,
+            refuses=failure is not None,
+            borrows=borrows,
+            sigterm=sigterm,
+            requeue=requeue,
+            fingerprint=looks,
+        )
+        self.exchange.send(report)
 
     def goes_on(self) -> bool:
         """Whether some rank has reported anything but the end of its data: waits for all reports."""
@@ -141,19 +169,24 @@ class WindowAccounting:
         self.asked_to_end = any(report.sigterm for report in reports)
         self.asked_to_requeue = any(report.requeue for report in reports)
         # From here on every rank holds the same reports and decides the same.
+        self._refuse_to_go_on_without([rank for rank, report in enumerate(reports) if report.leaves], update)
         if alone := [rank for rank, report in enumerate(reports) if report.meets]:
             raise TokenNormError(
                 f"At update {update}, rank {alone[0]} saves a full checkpoint while others train. Call"
-                " `trainer.save_checkpoint` on all ranks.",
-                together=True,
+                " `trainer.save_checkpoint` on all ranks; one with weights only can be saved by one."
             )
         if any(report.refuses for report in reports):
             self._refuse_together(self._reported_failure, update)
-        if problem := disagreement(reports, pad=self._pad):
+        if problem := differing_copies(reports, self._copies):
             raise TokenNormError(f"At update {update}, {problem}", together=True)
+        if problem := disagreement(reports, pad=self._pad):
+            # A rank that changes its K alone, between windows, hears of it when the others report their next one.
+            moved = self.windows > 0 and len({report.accumulate for report in reports}) > 1
+            raise TokenNormError(f"At update {update}, {problem}", together=not moved)
         if not any(report.micro_batches for report in reports):  # the data of all ranks has ended
             return None
-        plan = WindowPlan.agreed(reports, self._reported_tokens, ranks_divided_by=self._ranks_divided_by)
+        counted = [reports[ranks[0]] for ranks in self._copies]
+        plan = WindowPlan.agreed(counted, self._reported_tokens, ranks_divided_by=self._ranks_divided_by)
         self.windows += 1
         if plan.num_tokens == 0:
             self.empty_windows += 1
@@ -166,7 +199,28 @@ class WindowAccounting:
         self.padded_micro_batches += plan.padded_micro_batches
         self.lent_batch = self._lend(reports, batch, update)
         self._plan, self._update = plan, update
+        self.exchange.start()
         return plan
+
+    def refuse_to_wait_in_vain(self) -> None:
+        """Make sure that no rank has left; called by all ranks before something of the host's that waits for them.
+
+        Raises:
+            TokenNormError: On all ranks that are still there: some have left.
+        """
+        self._refuse_to_go_on_without(self.exchange.who_left(), self._update)
+
+    def _refuse_to_go_on_without(self, ranks: Sequence[int], update: int) -> None:
+        if ranks:
+            said = self.exchange.announced() or (
+                "Leave on all ranks at the same point: decide from what all of them know, such as `num_tokens` or a"
+                " value that they have reduced."
+            )
+            raise TokenNormError(
+                f"At update {update}, rank {ranks[0]} has left the windows before their end, while others go on."
+                f" {said}",
+                together=True,
+            )
 
     def _refuse_empty_window(self, plan: WindowPlan, update: int) -> None:
         if self._on_empty == "error":
@@ -185,8 +239,8 @@ class WindowAccounting:
 
     def _lend(self, reports: Sequence[RankReport], batch: Any, update: int) -> Any:
         """A batch of the first rank that has one, where another rank has none; else ``None``."""
-        if not any(report.borrows for report in reports):
-            return None
+        if len(reports) == 1 or not any(report.borrows for report in reports):
+            return None  # alone, nobody waits for a forward
         lenders = [rank for rank, report in enumerate(reports) if not report.borrows]
         if not lenders:
             raise TokenNormError(
@@ -210,6 +264,10 @@ class WindowAccounting:
     def has_window(self) -> bool:
         """Whether there is a window in hand, or one that has been finished and not been recorded."""
         return self._plan is not None
+
+    def drop_window(self) -> None:
+        """Leave the window in hand without a record: nothing is trained on in it."""
+        self._plan = None
 
     def window_in_hand(self, doing: str, accumulate: int) -> WindowPlan:
         """The plan of the window.
@@ -244,7 +302,7 @@ class WindowAccounting:
         """Whether no micro-batch of the window has run its backward yet."""
         return not self._ran_backward
 
-    def factor(self, loss: Tensor, divided_by: int) -> float:
+    def factor(self, loss: Tensor, divided_by: float) -> float:
         """What the loss of the micro-batch in hand has to be multiplied by; 0.0 where it has no token.
 
         Args:
@@ -268,7 +326,10 @@ class WindowAccounting:
         if factor:
             # by micro-batch, since an optimizer may run its closure more than once
             weight = plan.loss_weight(self.micro_batch, self._loss_reduction, divided_by)
-            self._losses[self.micro_batch] = (loss.detach().reshape(()), weight)
+            loss = loss.detach()
+            # of a loss that is a DTensor (`loss_parallel`) the value, which all ranks of the replica come by here
+            loss = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
+            self._losses[self.micro_batch] = (loss.reshape(()), weight)
         return factor
 
     def leave_out(self) -> None:
@@ -340,7 +401,7 @@ class WindowAccounting:
             self._mismatches.append(f"batch {batch_idx}: {problem}.")
         if self.micro_batch < plan.micro_batches - 1:
             return
-        if listed := self._gather_listed(" ".join(self._mismatches) or None):
+        if listed := _listed(self.exchange.gather_objects(" ".join(self._mismatches) or None)):
             raise TokenNormError(
                 f"At update {update}, the tokens counted ahead are not those that `training_step` used. {listed} Usual"
                 " reasons: the loss shifts labels and the counter does not, or the other way round"
@@ -350,18 +411,23 @@ class WindowAccounting:
             )
 
     def _refuse_together(self, failure: Exception | None, update: int) -> NoReturn:
-        listed = self._gather_listed(None if failure is None else f"{type(failure).__name__}: {failure}")
-        # What a user's own code raised is shown where it did; the words of this package's are all there is to see.
-        cause = None if failure is None or _is_of_this_package(failure) else failure
+        own, shown = None, None
+        if failure is not None:
+            own = f"{type(failure).__name__}: {failure}"
+            # What a user's own code raised is shown where it did; the words of this package's are all there is to see.
+            shown = None if _is_of_this_package(failure) else text_of(failure)
+        reasons = self.exchange.gather_objects((own, shown))
+        elsewhere = next((RaisedElsewhere(rank, text) for rank, (_, text) in enumerate(reasons) if text), None)
+        listed = _listed([reason for reason, _ in reasons])
         text = f"At update {update}, the coming micro-batches cannot be used. {listed}"
-        raise TokenNormError(text, together=True) from cause
+        raise TokenNormError(text, together=True) from (failure if shown else elsewhere)
 
-    def _gather_listed(self, reason: str | None) -> str:
-        """What ranks have to say, in one text that is the same on all of them; empty where nobody has."""
-        reasons = self.exchange.gather_objects(reason)
-        if len(reasons) > 1 and reason is not None and len(set(reasons)) == 1:
-            return f"All ranks: {reason}"
-        return " ".join(f"Rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
+
+def _listed(reasons: Sequence[str | None]) -> str:
+    """What ranks have to say, in one text; empty where nobody has."""
+    if len(reasons) > 1 and reasons[0] is not None and len(set(reasons)) == 1:
+        return f"All ranks: {reasons[0]}"
+    return " ".join(f"Rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None)
 
 
 def _record(

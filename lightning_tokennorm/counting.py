@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
+import numbers
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from lightning_tokennorm.hf_models import label_shift
 
 IGNORE_INDEX = -100
 """The label that takes a position out of the loss, as in ``torch.nn.functional.cross_entropy``."""
@@ -38,11 +45,13 @@ class SupervisedTokens:
             the index into a tuple or list.
         ignore_index: The label of positions without supervision.
         shift: How many leading positions of the last dimension the loss never predicts. 1 where the model shifts
-            labels against logits (Hugging Face causal LMs), 0 where labels already line up with the logits.
+            labels against logits (Hugging Face causal LMs), 0 where labels already line up with the logits (its
+            encoder-decoder, masked-LM and classification models). ``"auto"`` looks at the module when a fit starts
+            (`for_module`); without a Hugging Face model in it, or called by itself, it is 1.
 
     Raises:
         TypeError: ``labels`` is neither ``str`` nor ``int``, or another argument is not an ``int``.
-        ValueError: ``shift`` is negative.
+        ValueError: ``shift`` is negative, or another text than ``"auto"``.
 
     Example:
         >>> import torch
@@ -57,7 +66,9 @@ class SupervisedTokens:
 
     labels: str | int = "labels"
     ignore_index: int = IGNORE_INDEX
-    shift: int = 1
+    shift: int | Literal["auto"] = "auto"
+    decided_by: str = field(default="", init=False, repr=False, compare=False)
+    """Why ``shift="auto"`` became this shift: the model that means it. Empty where the shift was given."""
 
     def __post_init__(self) -> None:
         if isinstance(self.labels, bool) or not isinstance(self.labels, (str, int)):
@@ -67,12 +78,39 @@ class SupervisedTokens:
             )
         for name in ("ignore_index", "shift"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"`SupervisedTokens({name}=...)` got {value!r}; expected an int.")
-        if self.shift < 0:
+            if (isinstance(value, bool) or not isinstance(value, int)) and (name, value) != ("shift", "auto"):
+                error = ValueError if name == "shift" and isinstance(value, str) else TypeError
+                expected = "an int or 'auto'" if name == "shift" else "an int"
+                raise error(f"`SupervisedTokens({name}=...)` got {value!r}; expected {expected}.")
+        if self._shift < 0:
             raise ValueError(
-                f"`SupervisedTokens(shift=...)` got {self.shift}; expected 1 (the model shifts) or 0 (labels line up)."
+                f"`SupervisedTokens(shift=...)` got {self.shift}; expected 1 (the model shifts), 0 (labels line up) or"
+                " 'auto'."
             )
+
+    def for_module(self, module: nn.Module) -> SupervisedTokens:
+        """This counter with the shift that a module means, where it is left to be found out (``shift="auto"``).
+
+        The outermost Hugging Face models in the module decide; `lightning_tokennorm.hf_models.label_shift` says how.
+
+        Args:
+            module: The module that is trained.
+
+        Raises:
+            ValueError: Several models in it are trained that do not mean the same.
+
+        Example:
+            >>> import torch
+            >>> SupervisedTokens().for_module(torch.nn.Linear(2, 2))
+            SupervisedTokens(labels='labels', ignore_index=-100, shift=1)
+        """
+        if self.shift != "auto":
+            return self
+        resolved = copy.copy(self)
+        shift, reason = label_shift(module)
+        object.__setattr__(resolved, "shift", shift)
+        object.__setattr__(resolved, "decided_by", reason)
+        return resolved
 
     def __call__(self, batch: Any) -> int | Tensor:
         """Count the supervised tokens of one micro-batch.
@@ -94,17 +132,20 @@ class SupervisedTokens:
                 f"`SupervisedTokens` found {_describe(labels)} at {self._where()}; expected a tensor of integer labels."
                 " Pass your own `count_tokens` for other kinds of targets."
             )
-        if self.shift and labels.dim() < 2:
+        if self._shift and labels.dim() < 2:
+            decided_by = self.decided_by or ("called without a module" if self.shift == "auto" else "")
+            auto = f" (`shift='auto'` means {self._shift} here: {decided_by}.)" if decided_by else ""
             raise ValueError(
-                f"`SupervisedTokens(shift={self.shift})` found {_describe(labels)} at {self._where()}; expected shape"
+                f"`SupervisedTokens(shift={self._shift})` found {_describe(labels)} at {self._where()}; expected shape"
                 " [..., seq_len] with at least two dimensions, since nothing says where the rows of one-dimensional"
                 " labels end. Use `shift=0` if the labels already line up with the logits, else your own"
-                " `count_tokens`."
+                f" `count_tokens`.{auto}"
             )
-        if self.shift:
-            labels = labels[..., self.shift :]
-        num_tokens = torch.count_nonzero(labels != self.ignore_index)
+        num_tokens = functools.reduce(operator.add, map(self._count_live, rows_of(labels)))
         return int(num_tokens) if num_tokens.device.type == "cpu" else num_tokens
+
+    def _count_live(self, labels: Tensor) -> Tensor:
+        return torch.count_nonzero(labels[..., self._shift :] != self.ignore_index)
 
     def find_labels(self, batch: Any) -> Any:
         """The labels of a batch, as they are.
@@ -127,9 +168,52 @@ class SupervisedTokens:
                 " Point `SupervisedTokens(labels=...)` at the labels, or pass your own `count_tokens` to the strategy."
             ) from None
 
+    @property
+    def _shift(self) -> int:
+        return 1 if self.shift == "auto" else self.shift
+
     def _where(self) -> str:
         return f"`labels={self.labels!r}`"
 
+
+def counter_for(counter: TokenCounter, module: nn.Module | None) -> TokenCounter:
+    """The counter that fits a module: `SupervisedTokens(shift="auto")` made concrete, any other one as it is.
+
+    Args:
+        counter: The counter that was asked for.
+        module: The module that is trained, ``None`` where it is not known yet.
+
+    Raises:
+        ValueError: As `SupervisedTokens.for_module`.
+    """
+    return counter.for_module(module) if isinstance(counter, SupervisedTokens) and module is not None else counter
+
+
+def describe_counter(counter: TokenCounter) -> str:
+    """What a counter counts and why, in a few words.
+
+    Example:
+        >>> describe_counter(SupervisedTokens(shift=1))
+        'labels after a shift of 1: as given'
+        >>> describe_counter(len)
+        'what `len` returns'
+    """
+    if not isinstance(counter, SupervisedTokens):
+        return f"what `{getattr(counter, '__qualname__', type(counter).__name__)}` returns"
+    labels = "labels" if counter.labels == "labels" else f"labels at {counter.labels!r}"
+    if counter.shift == "auto":
+        return f"{labels}, shifted as the module means it"
+    shifted = f"after a shift of {counter.shift}" if counter.shift else "without a shift"
+    return f"{labels} {shifted}: {counter.decided_by or 'as given'}"
+
+
+def rows_of(labels: Tensor) -> Sequence[Tensor]:
+    """The parts of labels whose last dimension can be cut: the rows of a nested tensor, else the labels at once."""
+    return labels.unbind() if labels.is_nested else (labels,)
+
+
+_SMALLEST_COUNT = 2.0**-100
+"""The least count that is not 0: what is left of a loss divided by less does not fit into float32."""
 
 COUNTER_RETURNED = "`count_tokens` returned"
 """Who a count is from, in the text of an error."""
@@ -148,6 +232,8 @@ def check_count(value: Any, source: str = COUNTER_RETURNED) -> Count | Tensor:
     Raises:
         TypeError: The value is not one number.
     """
+    if not isinstance(value, Tensor) and getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()  # a NumPy scalar, which may be no Python number, or an array of no dimension
     if isinstance(value, Tensor) and value.dim() == 0 and value.dtype is not torch.bool and not value.is_complex():
         return value.item() if value.device.type == "cpu" else value.detach()
     if isinstance(value, Mapping):
@@ -156,10 +242,10 @@ def check_count(value: Any, source: str = COUNTER_RETURNED) -> Count | Tensor:
             " a denominator each are not supported in this version. Return one count, of tokens that all terms share."
         )
     if not isinstance(value, (bool, Tensor)):
-        if hasattr(value, "__index__"):
-            return int(value)
-        if isinstance(value, float):
+        if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
             return float(value)
+        with suppress(TypeError):
+            return operator.index(value)
     raise TypeError(
         f"{source} {_describe(value)}; expected the number of supervised tokens of the batch as an"
         " int, a float (a sum of token weights) or a 0-dim tensor."
@@ -177,7 +263,8 @@ def to_host(counts: Sequence[Count | Tensor], source: str = COUNTER_RETURNED) ->
         The counts as finite Python numbers that are not negative.
 
     Raises:
-        ValueError: A count is negative, infinite or NaN, or does not fit into 64 bits.
+        ValueError: A count is negative, infinite or NaN, does not fit into 64 bits, or is so small that what is divided
+            by it overflows.
     """
     on_device = [count for count in counts if isinstance(count, Tensor)]
     # float64 holds every integer up to 2**53 exactly: far above what one micro-batch can hold
@@ -189,6 +276,11 @@ def to_host(counts: Sequence[Count | Tensor], source: str = COUNTER_RETURNED) ->
             number = int(number)
         if not math.isfinite(number) or number < 0 or number >= 2**63:
             raise ValueError(f"{source} {number}; expected a finite count from 0 up to 2**63.")
+        if 0 < number < _SMALLEST_COUNT:
+            raise ValueError(
+                f"{source} {number}; expected 0 or a count from 2**-100 (7.9e-31) upwards: what is divided by less"
+                " overflows. Return 0 for a batch that is to weigh nothing, or scale all token weights up."
+            )
         host.append(number)
     if sum(host) >= 2**63:
         raise ValueError(f"{source} {sum(host)} in all for one window; expected less than 2**63.")
@@ -196,6 +288,8 @@ def to_host(counts: Sequence[Count | Tensor], source: str = COUNTER_RETURNED) ->
 
 
 def _describe(value: Any) -> str:
+    if isinstance(value, Tensor) and value.is_nested:
+        return f"a nested tensor of {value.size(0)} rows and dtype {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)} and dtype {str(value.dtype).removeprefix('torch.')}"
     text = repr(value)

@@ -15,6 +15,7 @@ import itertools
 import pickle
 import struct
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -28,14 +29,19 @@ from lightning_tokennorm.counting import Count
 from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.window import RankReport
 
-_WORDS = 5
-_FLAGS = ("refuses", "borrows", "sigterm", "requeue", "meets")
+_WORDS = 6
+_FLAGS = ("refuses", "borrows", "sigterm", "requeue", "meets", "leaves")
 _STORE_ANSWERS_WITHIN_S = 5
+_ASKS_EVERY_S = 0.5
 _EXCHANGES = itertools.count()
 """Numbers the exchanges over a group, so that no word is left from an earlier one: its ranks make them in step."""
 
 _CPU_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """The gloo companion of each process group: made once, so that fits in a row share it, and gone with its group."""
+
+
+_LEFT: list[WindowExchange] = []
+"""Exchanges whose last word may still be on its way."""
 
 
 class WindowExchange:
@@ -50,7 +56,7 @@ class WindowExchange:
         self.rank = 0 if group is None else dist.get_rank(group)
         """This process's rank in the group."""
         self.world_size = 1 if group is None else dist.get_world_size(group)
-        """``W``: the number of ranks in the group."""
+        """The number of ranks in the group."""
         if group is not None:
             self._word = f"lightning_tokennorm/{group.group_name}/{next(_EXCHANGES)}"
         # Kept from window to window: a tensor that only a thread of gloo still holds is freed by that thread, which
@@ -59,6 +65,7 @@ class WindowExchange:
         self._table = torch.zeros(self.world_size, _WORDS, dtype=torch.int64)
         self._rows = list(self._table.unbind())
         self._on_its_way: dist.Work | None = None
+        self._sent = self._sent_at_start = 0  # rows so far, and as the latest window started
         self._reports: list[RankReport] = []
 
     @classmethod
@@ -93,6 +100,7 @@ class WindowExchange:
         Raises:
             TokenNormError: As `receive`.
         """
+        self._sent += 1
         if self.group is None:
             self._reports = [report]
             return
@@ -111,9 +119,46 @@ class WindowExchange:
             TokenNormError: Another rank is gone or did not come within the timeout.
         """
         if self._on_its_way is not None:
+            if self._sent > self._sent_at_start + 1:  # more than the others may have sent
+                self._wait_beside_others(self._on_its_way)
             self._wait()
             self._reports = [_from_words(words) for words in self._table.tolist()]
         return self._reports
+
+    def start(self) -> None:
+        """Say that this rank starts the window that was reported last; every rank has to call this."""
+        self._sent_at_start = self._sent
+        if self.group is not None:
+            with suppress(RuntimeError):  # without the store nothing but this goes on as before
+                _store().set(f"{self._word}/{self.rank}", str(self._sent))
+
+    def _wait_beside_others(self, work: dist.Work) -> None:
+        """Wait for a row that was sent anew, as long as no other rank has started its window without one.
+
+        Such a rank sends its next row at the end of that window, to which it may not come: the host's own collectives
+        in a forward wait for this rank.
+        """
+        asked_at = time.monotonic()
+        while not work.is_completed():
+            time.sleep(0.001)
+            if time.monotonic() - asked_at < _ASKS_EVERY_S:
+                continue
+            asked_at, gone = time.monotonic(), self._gone_on()
+            if gone is not None:
+                raise TokenNormError(
+                    f"Rank {self.rank} has reported a window anew that rank {gone} has started as it was:"
+                    f" `accumulate_grad_batches` differs between ranks, since rank {self.rank} has changed it between"
+                    " windows and not all others have, or it has left an epoch alone. Do so on all ranks."
+                )
+
+    def _gone_on(self) -> int | None:
+        """A rank that has started a window with one row less than this one has sent."""
+        others = {rank: f"{self._word}/{rank}" for rank in range(self.world_size) if rank != self.rank}
+        with suppress(RuntimeError):
+            for rank, key in others.items():
+                if _store().check([key]) and int(_store().get(key)) == self._sent - 1:
+                    return rank
+        return None
 
     def meet(self) -> bool:
         """Ask whether all ranks are at such a call, between or inside windows, before they exchange objects there.
@@ -125,6 +170,35 @@ class WindowExchange:
         met = all(report.meets for report in self.receive())
         self._reports = reports
         return met
+
+    def who_left(self) -> list[int]:
+        """Ask which ranks have left, before something of the host's that would wait for them in vain.
+
+        Called by all ranks that are still there, at the same points of a window.
+
+        Returns:
+            Their ranks; the same list on all others.
+        """
+        if self.group is None:
+            return []
+        reports = self.receive()  # of a window, which are still to be used
+        if not any(report.leaves for report in reports):
+            self.send(RankReport(0, 0, 0))
+            answers = self.receive()
+            self._reports, reports = reports, answers
+        return [rank for rank, report in enumerate(reports) if report.leaves]
+
+    def leave(self) -> None:
+        """Tell the other ranks, in place of what they expect next, that this one goes on elsewhere. Raises nothing.
+
+        Where all ranks leave at the same point, nobody needs to hear of it.
+        """
+        if self.group is None:
+            return
+        with suppress(Exception):  # the others, or the process group, have gone before
+            self.send(RankReport(0, 0, 0, leaves=True))
+            # what is sent must not be freed before it is sent
+            _LEFT[:] = [each for each in _LEFT if each._on_its_way and not each._on_its_way.is_completed()] + [self]
 
     def _wait(self) -> None:
         if self._on_its_way is not None:
@@ -239,12 +313,11 @@ def _to_words(report: RankReport) -> list[int]:
     weighted = isinstance(report.num_tokens, float)
     bits = struct.unpack("<q", struct.pack("<d", report.num_tokens))[0] if weighted else int(report.num_tokens)
     flags = sum(flag << bit for bit, flag in enumerate(getattr(report, name) for name in _FLAGS))
-    return [weighted, bits, report.micro_batches, report.accumulate, flags]
+    return [weighted, bits, report.micro_batches, report.accumulate, flags, report.fingerprint]
 
 
 def _from_words(words: Sequence[int]) -> RankReport:
-    weighted, bits, micro_batches, accumulate, flags = words
+    weighted, bits, micro_batches, accumulate, flags, fingerprint = words
     num_tokens: Count = struct.unpack("<d", struct.pack("<q", bits))[0] if weighted else bits
-    return RankReport(
-        num_tokens, micro_batches, accumulate, **{name: bool(flags >> bit & 1) for bit, name in enumerate(_FLAGS)}
-    )
+    said = {name: bool(flags >> bit & 1) for bit, name in enumerate(_FLAGS)}
+    return RankReport(num_tokens, micro_batches, accumulate, **said, fingerprint=fingerprint)

@@ -103,21 +103,21 @@ def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
 
 
 class _Touch(torch.autograd.Function):
-    """The loss itself; its backward gives each of the parameters a gradient of zeros."""
+    """The loss itself; its backward gives each of the tensors a gradient of zeros."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.save_for_backward(*parameters)
+    def forward(ctx: Any, loss: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return (gradient, *(torch.zeros_like(parameter) for parameter in ctx.saved_tensors))
+        return (gradient, *(torch.zeros_like(each) for each in ctx.saved_tensors))
 
 
-def touching(loss: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
-    """The same loss with a graph that leads to all of these parameters, too, and adds zeros to their gradients."""
-    touched: Tensor = _Touch.apply(loss, *parameters)  # type: ignore[no-untyped-call]
+def touching(loss: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """The same loss with a graph that leads to all of these tensors, too, and adds zeros to their gradients."""
+    touched: Tensor = _Touch.apply(loss, *tensors)  # type: ignore[no-untyped-call]
     return touched
 
 

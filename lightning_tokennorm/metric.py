@@ -74,9 +74,12 @@ class TokenMean(Metric):
         """Add the losses of some tokens.
 
         Args:
-            loss_sum: Sum of the losses of the tokens: a number or a tensor of shape ``()``.
-            num_tokens: How many tokens they are (an int or an integer tensor of shape ``()``), or the sum of their
-                weights (a float or a floating-point tensor of shape ``()``).
+            loss_sum: Sum of the losses of the tokens: a number or a tensor of one element.
+            num_tokens: How many tokens they are (an int or an integer tensor of one element), or the sum of their
+                weights (a float or a floating-point tensor of one element).
+
+        Raises:
+            ValueError: A tensor has more or less than one element.
         """
         self.loss_sum = _plus(self.loss_sum, loss_sum)
         if num_tokens.is_floating_point() if isinstance(num_tokens, Tensor) else isinstance(num_tokens, float):
@@ -105,5 +108,16 @@ class TokenPerplexity(TokenMean):
 
 
 def _plus(state: Tensor, value: Tensor | Count) -> Tensor:
-    # A Python number goes along with the kernel: as a tensor it would be rounded to float32, and copied to the device.
-    return state + (value.detach().to(state) if isinstance(value, Tensor) else value)
+    if not isinstance(value, Tensor):
+        # A Python number goes along with the kernel: as a tensor it would be rounded to float32, and copied.
+        return state + value
+    value = value.detach().to(state)
+    if not value.dim():
+        return state + value
+    if value.numel() != 1:
+        raise ValueError(
+            f"`TokenMean.update` got a tensor of shape {list(value.shape)}; expected one element: the sum over the"
+            " tokens, and their number."
+        )
+    # The state stays of shape (): ranks whose shapes differ cannot sum them.
+    return state + value.reshape(())

@@ -8,7 +8,7 @@ so are views of one data set: only a change counts.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeAlias
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 _MOST_PARTS = 64
-_CHUNKS, _CHUNK_BYTES = 8, 64
+_SAMPLE_BYTES = 64
 
 Mark: TypeAlias = tuple[Any, ...]
 
@@ -32,16 +32,11 @@ class BatchMark:
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch
-        self._marks: list[Mark] = []
-        self.places: set[int] = (
-            {id(batch)} if isinstance(batch, (Mapping, list)) or hasattr(batch, "__dict__") else set()
-        )
-        """Where its memory is: addresses of storages and of containers that can be changed."""
-        for part in _parts(batch):
-            mark, place = _mark(part)
-            self._marks.append(mark)
-            if place is not None:
-                self.places.add(place)
+        self._marks = [_mark(part) for part in _parts(batch)]
+        self.places: set[Any] = {mark[0] for mark in self._marks if len(mark) > 1}
+        """Where its memory is: addresses of storages, and of the batch itself where that is a container."""
+        if not isinstance(batch, (Tensor, str, bytes, int, float)):
+            self.places.add(id(batch))
 
     def has_changed(self) -> bool:
         """Whether the batch is no longer what it was when this mark was made.
@@ -49,52 +44,49 @@ class BatchMark:
         Contents are compared by samples of some hundred bytes a tensor, and by the number of in-place changes that
         torch has seen.
         """
-        return self._marks != [_mark(part)[0] for part in _parts(self._batch)]
+        return self._marks != [_mark(part) for part in _parts(self._batch)]
 
 
-def _parts(batch: Any, depth: int = 4) -> Iterator[Any]:
+def _parts(batch: Any) -> list[Any]:
     """The leaves of a batch of nested containers, not more than some."""
-    todo, found = [(batch, depth)], 0
-    while todo and found < _MOST_PARTS:
-        part, left = todo.pop()
-        inner: Any = None
+    todo: list[Any] = [batch]
+    leaves: list[Any] = []
+    while todo and len(leaves) < _MOST_PARTS:
+        part = todo.pop()
         if isinstance(part, Tensor):
-            pass
+            leaves.append(part)
         elif isinstance(part, Mapping):
-            inner = part.values()
+            todo.extend(part.values())
         elif isinstance(part, (list, tuple)):
-            inner = part[:_MOST_PARTS]
+            todo.extend(part[:_MOST_PARTS])
         elif is_dataclass(part) and not isinstance(part, type):
-            inner = [getattr(part, field.name) for field in fields(part)]
-        elif hasattr(part, "__dict__") and not callable(part):
-            inner = vars(part).values()
-        if inner is None or not left:
-            found += 1
-            yield part
+            todo.extend(getattr(part, field.name) for field in fields(part))
         else:
-            todo.extend((each, left - 1) for each in inner)
+            leaves.append(part)
+    return leaves
 
 
-def _mark(part: Any) -> tuple[Mark, int | None]:
+def _mark(part: Any) -> Mark:
+    """What a leaf is: where it is in memory, and more if its contents can be changed there."""
     if isinstance(part, Tensor):
-        if part.layout is not torch.strided or part.is_nested or part.device.type == "meta":
-            return (id(part), part._version), id(part)
+        if part.layout is not torch.strided or part.is_nested:
+            return id(part), part._version
+        address, size = part.data_ptr(), part.nbytes
         place = part.untyped_storage().data_ptr()
-        if part.device.type != "cpu" or not part.is_contiguous():
-            return (place, part._version), place
-        return (place, part._version, *_samples(part.data_ptr(), part.nbytes)), place
+        if part.device.type != "cpu" or not size or not part.is_contiguous():
+            return place, part._version
+        return place, part._version, *_samples(address, size)
     array = getattr(part, "__array_interface__", None)  # NumPy, without importing it
-    if array is not None and part.nbytes:
-        place = array["data"][0]
-        return (place, *(_samples(place, part.nbytes) if array.get("strides") is None else ())), place
-    return (id(part),), None
+    if array is None or not part.nbytes:
+        return (id(part),)
+    address, _ = array["data"]
+    return address, part.nbytes, *(_samples(address, part.nbytes) if array.get("strides") is None else ())
 
 
-def _samples(address: int, num_bytes: int) -> Iterator[bytes]:
-    """Some bytes of a contiguous piece of host memory, evenly spread, read in place: a copy would cost more."""
-    if num_bytes <= _CHUNKS * _CHUNK_BYTES:
-        yield ctypes.string_at(address, num_bytes)
-        return
-    step = (num_bytes - _CHUNK_BYTES) // (_CHUNKS - 1)
-    for chunk in range(_CHUNKS):
-        yield ctypes.string_at(address + chunk * step, _CHUNK_BYTES)
+def _samples(address: int, size: int) -> tuple[bytes, ...]:
+    """Bytes from the start, the middle and the end of a piece of host memory, read in place: a copy would cost more."""
+    read = ctypes.string_at
+    if size <= 4 * _SAMPLE_BYTES:
+        return (read(address, size),)
+    middle, end = address + size // 2, address + size - _SAMPLE_BYTES
+    return read(address, _SAMPLE_BYTES), read(middle, _SAMPLE_BYTES), read(end, _SAMPLE_BYTES)

@@ -47,6 +47,10 @@ class RankReport:
     """Whether this rank got the signal that a cluster sends before it requeues the job."""
     meets: bool = False
     """Whether this is no report of a window: the rank waits for the others to gather what a checkpoint needs."""
+    leaves: bool = False
+    """Whether this is no report of a window: the rank has left the training before its end, and reports no more."""
+    fingerprint: int = 0
+    """What the batches look like, where other ranks have to hold the same ones."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ class WindowPlan:
         """Micro-batches of the window on this rank (the same number on every rank)."""
         return len(self.tokens)
 
-    def factor(self, micro_batch: int, loss_reduction: LossReduction, divided_by: int) -> float:
+    def factor(self, micro_batch: int, loss_reduction: LossReduction, divided_by: float) -> float:
         """What the loss that is handed over is multiplied by before its backward.
 
         Args:
@@ -126,7 +130,7 @@ class WindowPlan:
             return 0.0
         return self.loss_weight(micro_batch, loss_reduction, divided_by) * self.ranks_divided_by / self.num_tokens
 
-    def loss_weight(self, micro_batch: int, loss_reduction: LossReduction, divided_by: int) -> Count:
+    def loss_weight(self, micro_batch: int, loss_reduction: LossReduction, divided_by: float) -> Count:
         """What the loss that is handed over is multiplied by to be ``S[r, k]``.
 
         Args:
@@ -192,6 +196,34 @@ def disagreement(reports: Sequence[RankReport], *, pad: bool) -> str | None:
         " use a DistributedSampler, or cut the longer streams (`limit_train_batches` is one way), or pad the shorter"
         ' ones with `uneven="pad"`.'
     )
+
+
+def differing_copies(reports: Sequence[RankReport], copies: Sequence[Sequence[int]]) -> str | None:
+    """Say which ranks have to hold the same batches and do not.
+
+    Args:
+        reports: One report per rank, the same list on every rank.
+        copies: The ranks of each model replica.
+
+    Returns:
+        A sentence that names the ranks, what each has and what to change; ``None`` where all copies agree.
+    """
+    for ranks in copies:
+        held = [reports[rank] for rank in ranks]
+        if len({(each.num_tokens, each.micro_batches, each.borrows, each.fingerprint) for each in held}) == 1:
+            continue
+        told = ", ".join(
+            f"rank {rank} has {each.num_tokens} tokens in {each.micro_batches} micro-batches"
+            for rank, each in zip(ranks, held, strict=True)
+        )
+        alike = len({(each.num_tokens, each.micro_batches) for each in held}) == 1
+        return (
+            f"ranks {', '.join(map(str, ranks))} are one model replica and have to be given the same batches, but"
+            f" {told}{', in which other values stand' if alike else ''}. Deal data out by replicas, as Lightning's"
+            " sampler does (`Trainer.strategy.distributed_sampler_kwargs`), shuffle with one seed, and leave nothing"
+            " that is random to the loader of one rank. If each rank has a slice of its own, name it in `tokens_over`."
+        )
+    return None
 
 
 def _by_rank(values: Iterable[object]) -> str:

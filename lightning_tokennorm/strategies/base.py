@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -20,7 +21,7 @@ from typing_extensions import override
 
 from lightning_tokennorm import _compat
 from lightning_tokennorm.accounting import NO_TOKENS, NOT_FINITE, WindowAccounting
-from lightning_tokennorm.counting import TokenCounter
+from lightning_tokennorm.counting import Count, TokenCounter, counter_for, describe_counter
 from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.exchange import WindowExchange
 from lightning_tokennorm.grad_scaler import ConstantScale, noting_steps, unscaled_before_step
@@ -76,17 +77,19 @@ class TokenNormStrategy(ParallelStrategy):
         )
         super().__init__(**host_kwargs)
         _compat.warn_of_other_namespace()
+        self._counter = self._options.count_tokens
         self._last_update: UpdateRecord | None = None
         self._make_last_update: Callable[[], UpdateRecord] | None = None
         self._scale = ConstantScale()
         self._trace: Trace | None = None  # of a forward that has to be undone
         self._left_off_at: checkpoints.Progress | None = None
         self._feed: WindowFeed | None = None  # there while fitting
+        self._has_no_batch = False  # a transfer hook returned None
 
     @property
     def count_tokens(self) -> TokenCounter:
-        """The counter of supervised tokens: a batch goes in, its count comes out."""
-        return self._options.count_tokens
+        """The counter of supervised tokens: a batch goes in, its count comes out. While fitting that of the module."""
+        return self._counter
 
     @property
     def loss_reduction(self) -> LossReduction:
@@ -111,6 +114,13 @@ class TokenNormStrategy(ParallelStrategy):
         Its gradient is zero, and what its forward changes or logs is put back.
         """
         return self._feed is not None and self._feed.windows is not None and self._feed.windows.stands_in
+
+    @property
+    def micro_batch_tokens(self) -> Count | None:
+        """``n``: the supervised tokens of this rank's micro-batch in hand, counted ahead; ``None`` outside a window."""
+        if self._feed is None or self._feed.windows is None or not self._feed.windows.has_window:
+            return None
+        return self._feed.windows.num_tokens_in_hand()
 
     # ---- what a host says
 
@@ -167,6 +177,7 @@ class TokenNormStrategy(ParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self._refuse_impossible_setup()
+            self._counter = counter_for(self._options.count_tokens, self.lightning_module)
         super().setup(trainer)
         if not fitting:
             return
@@ -174,24 +185,26 @@ class TokenNormStrategy(ParallelStrategy):
         feed, reduction = self._feed_in_use, self._reduction()
         feed.windows = WindowAccounting(
             feed.exchange,
-            self.count_tokens,
+            self._counter,
             loss_reduction=self.loss_reduction,
             on_empty=self._options.on_empty,
             uneven=self._options.uneven,
             ranks_divided_by=reduction.divided_by,
+            copies=reduction.copies,
         )
         if self.agree_on_sigterm:
             feed.signals = Signals(trainer)
         self._last_update = self._make_last_update = self._left_off_at = None
         rank_zero_info(
-            f"{type(self).__name__}: every supervised token weighs the same over W={feed.exchange.world_size} ranks and"
+            f"{type(self).__name__}: every supervised token weighs the same over W={feed.windows.world_size} ranks and"
             f" K={_compat.describe_accumulation(trainer)} micro-batches per update"
             f" (counting={self._options.counting!r}, loss_reduction={self.loss_reduction!r})."
+            f" Counted: {describe_counter(self._counter)}."
         )
 
     def _refuse_impossible_setup(self) -> None:
         assert self.lightning_module is not None
-        refuse_module(self.lightning_module)
+        refuse_module(self.lightning_module, type(self).__name__)
         if self.handles_gradient_accumulation:
             raise MisconfigurationException(
                 f"`{type(self).__name__}.handles_gradient_accumulation` is True, so losses would be divided by"
@@ -200,7 +213,11 @@ class TokenNormStrategy(ParallelStrategy):
 
     @property
     def _feed_in_use(self) -> WindowFeed:
-        assert self._feed is not None, "the strategy is set up outside `Trainer.fit`"
+        if self._feed is None:
+            raise TokenNormError(
+                f"`{type(self).__name__}` was asked to train outside `Trainer.fit`, so the number of supervised tokens"
+                " is not known. Leave the step, the backward and the update to Lightning."
+            )
         return self._feed
 
     @property
@@ -218,7 +235,7 @@ class TokenNormStrategy(ParallelStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         windows = self._windows
-        self._left_off_at = self._progress("the end of training", together=True)  # for a checkpoint after the fit
+        self._left_off_at = self._progress(checkpoints.THE_END, together=True)  # for a checkpoint after the fit
         if windows.empty_windows:
             rank_zero_warn(
                 f"{windows.empty_windows} of {windows.windows} windows had no supervised token on any rank, so"
@@ -229,6 +246,7 @@ class TokenNormStrategy(ParallelStrategy):
                 f"{type(self).__name__}: the ranks had unequal numbers of batches; {padded} micro-batches without data"
                 " were run in all, which contribute nothing."
             )
+        self._feed_in_use.end_training()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -267,7 +285,7 @@ class TokenNormStrategy(ParallelStrategy):
         if _compat.has_progress(checkpoint):
             progress = self._left_off_at
             if self._feed is not None and self._feed.fetcher is not None:
-                progress = self._progress("a checkpoint", together=not self._ends_alone)
+                progress = self._progress(checkpoints.A_CHECKPOINT, together=not self._ends_alone)
             if progress is not None:
                 checkpoints.write(checkpoint, progress)
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -287,8 +305,9 @@ class TokenNormStrategy(ParallelStrategy):
             if checkpoints.lacks_positions(checkpoint) and self.world_size > 1:
                 rank_zero_warn(
                     "The checkpoint holds rank 0's loader states only, and all ranks go on from those: it was written"
-                    " after an error, when ranks could not wait for each other, or DDP's group is a part of the world."
-                    " Where ranks have states of their own, resume from a checkpoint of a regular update."
+                    " after an error, when ranks could not wait for each other, or the group that shares gradients is a"
+                    " part of the world. Where ranks have states of their own, resume from a checkpoint of a regular"
+                    " update."
                 )
         return checkpoint
 
@@ -307,11 +326,36 @@ class TokenNormStrategy(ParallelStrategy):
         return f"batch {feed.trainer.fit_loop.batch_idx} on rank {feed.exchange.rank}"
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        feed = self._feed_in_use
-        if _compat.skips_backward(feed.trainer):
-            return super().training_step(*args, **kwargs)
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        moved, feed = super().batch_to_device(batch, device, dataloader_idx), self._feed
+        if feed is None or not feed.trainer.training or _compat.skips_backward(feed.trainer):
+            return moved
+        self._has_no_batch = moved is None
+        if not self._has_no_batch:
+            return moved
+        # Lightning leaves a micro-batch without a batch out, and with it the end of its window.
         windows = self._windows
+        if windows.num_tokens_in_hand() and feed.exchange.world_size > 1:
+            raise TokenNormError(
+                f"A transfer hook returned None for batch {feed.trainer.fit_loop.batch_idx + 1} on rank"
+                f" {feed.exchange.rank}, whose {windows.num_tokens_in_hand()} supervised tokens the ranks have counted"
+                " already. To leave a batch out, drop it in the loader, which may yield None, or set its labels to"
+                " -100 there."
+            )
+        windows.start_micro_batch(windows.micro_batch, stands_in=True)
+        return batch if batch is not None else {}
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        feed, windows = self._feed_in_use, self._windows
+        if _compat.skips_backward(feed.trainer):
+            windows.drop_window()  # of which there is nothing to record
+            assert self.lightning_module is not None
+            with around_training_step(self.lightning_module, self._step_forward_only):
+                return super().training_step(*args, **kwargs)
+        if self._has_no_batch and feed.exchange.world_size == 1:
+            windows.leave_out()
+            return None
         try:
             if windows.num_tokens_in_hand() == 0:
                 assert self.lightning_module is not None
@@ -336,11 +380,20 @@ class TokenNormStrategy(ParallelStrategy):
             )
         return output
 
-    def _step_without_tokens(self, step: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
+    def _step_forward_only(self, step: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
+        if not self._windows.stands_in:
+            return step()
+        assert self.lightning_module is not None
+        trace = Trace(self.lightning_module, self._feed_in_use.trainer)
+        output = step()
+        trace.undo()
+        return output
+
+    def _step_without_tokens(self, step: partial[STEP_OUTPUT]) -> STEP_OUTPUT:
         if self._windows.stands_in:
             assert self.lightning_module is not None
             self._trace = Trace(self.lightning_module, self._feed_in_use.trainer)
-        return self._give_way_to_parameters(step())
+        return self._give_way_to_parameters(None if self._has_no_batch else step())
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -395,7 +448,7 @@ class TokenNormStrategy(ParallelStrategy):
         **kwargs: Any,
     ) -> Any:
         if _compat.skips_backward(self._feed_in_use.trainer):
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            return closure()  # what gradients there are have been stepped on
         windows = self._windows
         plan: WindowPlan = windows.finished_window(self._feed_in_use.trainer.accumulate_grad_batches)
         if plan.num_tokens == 0:

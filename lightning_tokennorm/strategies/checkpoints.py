@@ -16,6 +16,8 @@ from lightning_tokennorm.exchange import WindowExchange
 from lightning_tokennorm.lookahead import LookaheadFetcher
 
 KEY = "lightning_tokennorm"
+A_CHECKPOINT, THE_END = "a checkpoint", "the end of training"
+"""What ranks tell each other for how far they have come."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,13 @@ def take_progress(fetcher: LookaheadFetcher, exchange: WindowExchange, purpose: 
         mine = {"states": list(origin.states), "skip": origin.skip, "ended": fetcher.ended}
         told = exchange.gather_objects((purpose, mine)) if exchange.meet() else []
         if {each for each, _ in told} != {purpose}:
+            saves = [rank for rank, (each, _) in enumerate(told) if each == A_CHECKPOINT]
+            if purpose != A_CHECKPOINT and not saves:
+                raise TokenNormError(f"Rank {exchange.rank} has come to {purpose}, and other ranks have not.")
             raise TokenNormError(
-                f"Rank {exchange.rank} saves a full checkpoint alone (`Strategy.save_checkpoint`), but where each rank"
-                " goes on is a part of it, and only that rank can tell. Call `trainer.save_checkpoint` on all"
-                " ranks; one with weights only can be saved by one."
+                f"Rank {saves[0] if saves else exchange.rank} saves a full checkpoint alone"
+                " (`Strategy.save_checkpoint`), but where each rank goes on is a part of it, and only that rank can"
+                " tell. Call `trainer.save_checkpoint` on all ranks; one with weights only can be saved by one."
             )
         positions = [position for _, position in told]
     return Progress(

@@ -1,4 +1,4 @@
-"""When a rank cannot go on: who was the first to fail, and whom nobody should wait for."""
+"""When a rank cannot go on: who was the first to fail, whom nobody should wait for, and who tells it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from lightning_tokennorm.errors import TokenNormError
+from lightning_tokennorm.errors import TokenNormError, beyond_lightning, up_to_lightning
 from lightning_tokennorm.exchange import WindowExchange, is_of_a_collective
 
 
@@ -18,11 +18,10 @@ def tell(exception: BaseException, exchange: WindowExchange, where: str) -> None
         exchange: Between the ranks.
         where: Where this rank is, for the others.
     """
-    if exchange.world_size == 1:
-        return
     if isinstance(exception, TokenNormError) and exception.together:
-        if exchange.rank != 0 and exception.__cause__ is None:
-            _print_no_traceback_of(exception)  # rank 0 says it for all
+        _print_once(exception, tells=exchange.rank == 0)
+        return
+    if exchange.world_size == 1:
         return
     if is_of_a_collective(exception) or is_of_a_collective(exception.__cause__):
         # which stands in the error already where this package was waiting
@@ -53,11 +52,20 @@ def _add_note(exception: BaseException, note: str) -> None:
         exception.add_note(note)
 
 
-def _print_no_traceback_of(exception: BaseException) -> None:
+def _print_once(exception: TokenNormError, *, tells: bool) -> None:
+    """Where this error ends the program, let one rank print it, without the way through Lightning's loops.
+
+    The text is the same on all ranks, and that way says nothing about it.
+    """
     print_others = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
-        if error is not exception:
-            print_others(kind, error, trace)
+        if error is exception:
+            if not tells:
+                return
+            trace = error.__traceback__ = up_to_lightning(error.__traceback__) or error.__traceback__
+            if (cause := error.__cause__) is not None:
+                cause.__traceback__ = beyond_lightning(cause.__traceback__)
+        print_others(kind, error, trace)
 
     sys.excepthook = hook

@@ -127,12 +127,26 @@ class WindowFeed:
                 f" {plan.micro_batches} micro-batches of the window: it is left out, no parameter changes. If that is"
                 " not what the data should be, look at the labels and at `count_tokens`; `on_empty='error'` raises."
             )
-        if windows.asked_to_requeue and self.signals is not None:
-            self.signals.take_requeue()
-            _compat.save_and_requeue(self.trainer)
+        if windows.asked_to_requeue:
+            self._save_and_requeue()
         if windows.asked_to_end:
             _compat.end_by_sigterm(self.trainer)
         return (0 if plan is None else plan.micro_batches), windows.lent_batch
+
+    def end_training(self) -> None:
+        """Act upon a signal that came too late for a window; called by all ranks together."""
+        if self.signals is None:
+            return
+        told = self.exchange.gather_objects((self.signals.requeue, self.signals.sigterm))
+        if any(requeue for requeue, _ in told):
+            self._save_and_requeue()
+        if any(sigterm for _, sigterm in told):
+            _compat.end_by_sigterm(self.trainer)
+
+    def _save_and_requeue(self) -> None:
+        if self.signals is not None:
+            self.signals.take_requeue()
+            _compat.save_and_requeue(self.trainer)
 
     def start_micro_batch(self, index: int, stands_in: bool) -> None:
         self._windows.start_micro_batch(index, stands_in)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,14 +27,20 @@ class ReducerWatch:
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp
         self._ignored = set(getattr(ddp, "parameters_to_ignore", ()))
-        named = [(name, each) for name, each in ddp.module.named_parameters() if name not in self._ignored]
-        self.parameters: Sequence[nn.Parameter] = [each for _, each in named if each.requires_grad]
+        named = [(name, each) for name, each in ddp.module.named_parameters() if not self._ignores(name)]
+        self._named = [(name, each) for name, each in named if each.requires_grad]
+        self.parameters: Sequence[nn.Parameter] = [each for _, each in self._named]
         """The parameters that DDP reduces."""
         self._by_id = {id(each): each for each in self.parameters}
         self._outside: list[tuple[str, Tensor]] = []
+        self._averages = dist.get_world_size(ddp.process_group) > 1  # else nobody could drift apart
         self._optimized = -1
         self._witness: nn.Parameter | None = None
         self._before: tuple[Tensor | None, int] = (None, 0)
+
+    def _ignores(self, name: str) -> bool:
+        # torch's spelling of a parameter of the outermost module begins with a dot
+        return (name if "." in name else f".{name}") in self._ignored
 
     @property
     def may_be_partial(self) -> bool:
@@ -64,15 +71,23 @@ class ReducerWatch:
                     " computed from the module's parameters; to leave a batch out, set its labels to -100."
                 )
             self._witness = found
-        if self._ddp.require_backward_grad_sync:
+        if self._ddp.require_backward_grad_sync and self._averages:
             try:
                 self._ddp.reducer._check_reducer_finalized()
-            except RuntimeError as error:
+            except RuntimeError:
+                # in words of its own: Lightning takes those of DDP for its own advice, without rank and batch
                 raise TokenNormError(
-                    f"After the backward of {where}, DDP still waits for parameters that the loss does not lead to, so"
-                    " gradients would differ between ranks. Use `find_unused_parameters=True`, or let the loss depend"
-                    f" on all of them. DDP says: {error}"
+                    f"After the backward of {where}, DDP still waits for parameters that the loss does not lead to"
+                    f"{self._list_missing(loss)}, so gradients would differ between ranks. Use"
+                    " `find_unused_parameters=True`, or let the loss depend on all of them."
                 ) from None
+
+    def _list_missing(self, loss: Tensor) -> str:
+        graph = graph_of(loss)
+        names = [name for name, each in self._named if id(each) not in graph.reached]
+        if graph.hides_a_graph or not names:
+            return ""
+        return f" ({', '.join(f'`{name}`' for name in names[:3])}{', …' if len(names) > 3 else ''})"
 
     def _state(self) -> tuple[Tensor | None, int]:
         gradient = None if self._witness is None else self._witness.grad
@@ -95,7 +110,7 @@ class ReducerWatch:
             outside = [
                 (names.get(id(each), "of the optimizer"), each) for each in trained if id(each) not in self._by_id
             ]
-            self._outside = [(name, each) for name, each in outside if name not in self._ignored]
+            self._outside = [(name, each) for name, each in outside if not self._ignores(name)]
         for name, each in self._outside:
             if each.requires_grad:
                 return (

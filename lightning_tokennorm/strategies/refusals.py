@@ -16,8 +16,12 @@ from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.strategies.comm_hooks import group_of, is_torch_hook
 
 
-def refuse_module(module: pl.LightningModule) -> None:
+def refuse_module(module: pl.LightningModule, strategy: str) -> None:
     """Refuse a module that does its own optimization, or fetches its own batches.
+
+    Args:
+        module: The module.
+        strategy: The strategy's name, for error texts.
 
     Raises:
         MisconfigurationException: It does.
@@ -25,13 +29,13 @@ def refuse_module(module: pl.LightningModule) -> None:
     name = type(module).__name__
     if not module.automatic_optimization:
         raise MisconfigurationException(
-            f"`TokenNormDDP` rescales the loss that Lightning backpropagates, but `{name}.automatic_optimization` is"
+            f"`{strategy}` rescales the loss that Lightning backpropagates, but `{name}.automatic_optimization` is"
             " False: manual optimization runs the backward itself, so the tokens would not weigh the same. Use"
-            " automatic optimization, or `DDPStrategy` and your own scaling."
+            " automatic optimization, or Lightning's own strategy and your own scaling."
         )
     if _compat.takes_dataloader_iter(module):
         raise MisconfigurationException(
-            f"`TokenNormDDP` counts the tokens of a window before its first micro-batch, but"
+            f"`{strategy}` counts the tokens of a window before its first micro-batch, but"
             f" `{name}.training_step(dataloader_iter)` fetches its batches itself. Take"
             " `training_step(self, batch, batch_idx)`."
         )
@@ -75,13 +79,15 @@ def refuse_changed_ddp(ddp: Any, hook: Any) -> None:
 def refuse_output_without_gradient(output: STEP_OUTPUT, *, rank: int, batch_idx: int) -> None:
     """Refuse what a training step returned where no backward can be run of it.
 
+    What is no loss at all, a number or a dict without one, is left to Lightning, which says what it takes.
+
     Raises:
-        TokenNormError: There is no loss, or it has no graph.
+        TokenNormError: There is nothing, or the loss has no graph.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
-    if isinstance(loss, Tensor) and loss.requires_grad:
+    if output is not None and not (isinstance(loss, Tensor) and not loss.requires_grad):
         return
-    got = f"a loss without a graph ({loss!r})" if isinstance(loss, Tensor) else f"{output!r}"
+    got = "None" if output is None else f"a loss without a graph ({loss!r})"
     raise TokenNormError(
         f"`training_step` returned {got} on rank {rank} for batch {batch_idx}; expected a loss to run the backward of,"
         " or a dict with the key 'loss': every rank runs one for every micro-batch. To leave a batch out, give it no"

@@ -19,16 +19,21 @@ class Signals:
     def __init__(self, trainer: pl.Trainer) -> None:
         self.sigterm = False
         """Whether this rank was asked to end."""
-        self.requeue = False
-        """Whether this rank got the signal that a cluster sends before it requeues the job."""
+        # Ranks get the signal before a requeue at different times: one that comes after all have acted is the same one.
+        self._requeues_asked = self._requeues_done = 0
         self._restore: list[Callable[[], None]] = [
             _compat.defer_sigterm(trainer, self._note_sigterm),
             _compat.defer_requeue(trainer, self._note_requeue),
         ]
 
+    @property
+    def requeue(self) -> bool:
+        """Whether this rank got the signal that a cluster sends before it requeues the job, and none has acted yet."""
+        return self._requeues_asked > self._requeues_done
+
     def take_requeue(self) -> None:
-        """It is acted upon now, once."""
-        self.requeue = False
+        """All ranks act upon it now."""
+        self._requeues_done += 1
 
     def restore(self) -> None:
         """Give Lightning its handlers back."""
@@ -39,4 +44,4 @@ class Signals:
         self.sigterm = True
 
     def _note_requeue(self) -> None:
-        self.requeue = True
+        self._requeues_asked += 1

@@ -5,7 +5,8 @@ report = assert_partition_invariant(make_module, samples, collate_fn=collate)
 print(report)
 """
 
-from lightning_tokennorm.testing.partition import PartitionReport, SplitResult, assert_partition_invariant
+from lightning_tokennorm.testing.partition import assert_partition_invariant
 from lightning_tokennorm.testing.ranks import RankError, run_ranks
+from lightning_tokennorm.testing.report import PartitionReport, SplitResult
 
 __all__ = ["PartitionReport", "RankError", "SplitResult", "assert_partition_invariant", "run_ranks"]

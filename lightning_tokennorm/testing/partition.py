@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,66 +13,16 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from lightning_tokennorm.counting import Count, SupervisedTokens, TokenCounter
+from lightning_tokennorm.counting import Count, SupervisedTokens, TokenCounter, counter_for
 from lightning_tokennorm.strategies import TokenNormDDP
 from lightning_tokennorm.testing.causes import Probe, count_on_host, flat, likely_cause, possible_denominators
-from lightning_tokennorm.testing.ranks import run_ranks
+from lightning_tokennorm.testing.compare import compare, tolerances
+from lightning_tokennorm.testing.failures import cause_of_failure, describe_missing_tokens
+from lightning_tokennorm.testing.module import Named, build, listed
+from lightning_tokennorm.testing.ranks import RankError, run_ranks
+from lightning_tokennorm.testing.report import PartitionReport, SplitResult
 from lightning_tokennorm.testing.splits import MicroBatch, Split, deal, make_batches
-from lightning_tokennorm.testing.watch import (
-    Named,
-    Seen,
-    batch_dependent_layers,
-    fit,
-    load_parameters,
-    parameters_of,
-    prepare,
-)
-
-_TOLERANCES = {torch.float64: (1e-9, 1e-12), torch.float32: (1e-4, 1e-6)}
-"""Relative and absolute tolerance by the type of the parameters; both far below what any known mistake leaves."""
-_LOW_PRECISION = (5e-2, 1e-3)
-
-
-@dataclass(frozen=True)
-class SplitResult:
-    """How far one split is from one process on the merged windows."""
-
-    split: str
-    """Ranks, micro-batches and what is special about them."""
-    num_tokens: tuple[Count, ...]
-    """``N`` of each update."""
-    max_abs_error: float
-    """Greatest absolute error of a gradient or a parameter, over all updates."""
-    rel_l2_error: float
-    """Greatest relative L2 error of the gradient of one parameter, over all updates."""
-    ok: bool
-    """Whether both are within the tolerances, and the parameters of all ranks are bitwise equal."""
-
-
-@dataclass(frozen=True)
-class PartitionReport:
-    """What `assert_partition_invariant` found; printed, it is a small table."""
-
-    results: tuple[SplitResult, ...]
-    """One entry per split."""
-    rtol: float
-    """Relative tolerance."""
-    atol: float
-    """Absolute tolerance."""
-    notes: tuple[str, ...]
-    """What was changed about the module for the run, and what could not be tried."""
-
-    def __str__(self) -> str:
-        rows = [("split", "N per update", "max abs", "rel L2", "")]
-        for result in self.results:
-            tokens = " ".join(f"{count:g}" for count in result.num_tokens)
-            errors = f"{result.max_abs_error:.1e}", f"{result.rel_l2_error:.1e}"
-            rows.append((result.split, tokens, *errors, "ok" if result.ok else "WRONG"))
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines.insert(1, "-" * max(map(len, lines)))
-        lines.append(f"tolerances: relative {self.rtol:g}, absolute {self.atol:g}")
-        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+from lightning_tokennorm.testing.watch import Facts, Seen, fit
 
 
 @dataclass(frozen=True)
@@ -116,7 +67,9 @@ def assert_partition_invariant(
     gradient and the parameters after it are compared with one process that gets the merged window in one batch,
     without this package.
 
-    The module's optimizer is replaced by plain SGD (an adaptive one hides wrong scales) and dropout is switched off.
+    All hooks of the module run, `configure_optimizers` and its schedules included. But its optimizer steps as plain
+    SGD with a fixed learning rate, since an adaptive one hides wrong scales, and dropout is switched off. What the
+    optimizer holds is compared; where `configure_optimizers` chooses none, all trainable parameters.
 
     Args:
         make_module: Builds the module, with the same weights each time when torch's seed is the same.
@@ -138,9 +91,10 @@ def assert_partition_invariant(
     Raises:
         AssertionError: A split differs. The text has the table, names the split, the update and the worst parameter,
             and the likely cause.
-        ValueError: The check cannot be made: no samples, layers that mix samples, weights that differ from one
-            ``make_module()`` to the next, a loss that differs from one run to the next.
-        RuntimeError: The module or its data raised in one of the processes; the text has the traceback.
+        ValueError: The check cannot be made: no samples, none with a supervised token, layers that mix samples, weights
+            that differ from one ``make_module()`` to the next, a loss that differs from one run to the next.
+        RuntimeError: A fit failed, or the data raised; the text says where, the cause if it is a known one, and has the
+            traceback.
 
     Example:
         >>> import torch, lightning.pytorch as pl
@@ -173,22 +127,20 @@ def assert_partition_invariant(
         getattr(probed_strategy, "count_tokens", None) or SupervisedTokens(),
         getattr(probed_strategy, "loss_reduction", "mean"),
     )
-    module, layers_with_dropout = prepare(make_module)
-    notes = _check_preconditions(case, module, layers_with_dropout, allow_batch_dependent)
+    case, facts, notes = _check_preconditions(case, allow_batch_dependent)
     can_blank = isinstance(case.counter, SupervisedTokens)
     if not can_blank:
         notes.append("no rank without tokens was tried: nothing says where a `count_tokens` of your own finds labels")
-    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
-    tolerances = [_TOLERANCES.get(dtype, _LOW_PRECISION) for dtype in dtypes]
-    rtol = max(relative for relative, _ in tolerances) if rtol is None else rtol
-    atol = max(absolute for _, absolute in tolerances) if atol is None else atol
+    default_rtol, default_atol = tolerances(facts.dtypes)
+    rtol = default_rtol if rtol is None else rtol
+    atol = default_atol if atol is None else atol
 
     splits = [deal(len(samples), w, k, micro_batch_size, blank=can_blank) for w in world_sizes for k in accumulate]
-    references: list[tuple[Seen, list[Count]]] = run_ranks(_fit_merged, 1, case, splits, timeout_s=600)[0]
+    references: list[tuple[Seen, list[Count]]] = _run(_fit_merged, 1, case, splits, facts=facts, timeout_s=600)[0]
     results, failures = [], []
     for split, (reference, num_tokens) in zip(splits, references, strict=True):
-        ranks: list[Seen] = run_ranks(_fit_split, split.world_size, case, split, timeout_s=300)
-        comparison = _compare(ranks, reference, rtol, atol)
+        ranks: list[Seen] = _run(_fit_split, split.world_size, case, split, facts=facts)
+        comparison = compare(ranks, reference, rtol, atol)
         results.append(
             SplitResult(str(split), tuple(num_tokens), comparison.max_abs, comparison.rel_l2, comparison.wrong is None)
         )
@@ -196,7 +148,7 @@ def assert_partition_invariant(
             failures.append((split, comparison.wrong, ranks[0], reference))
     report = PartitionReport(tuple(results), rtol, atol, tuple(notes))
     if failures:
-        raise AssertionError(_failure_text(case, report, *failures[-1]))
+        raise AssertionError(_failure_text(case, facts, report, *failures[-1]))
     return report
 
 
@@ -207,68 +159,111 @@ def _strategy_maker(strategy: Strategy | Callable[[], Strategy] | None) -> Calla
     return (lambda: strategy) if isinstance(strategy, Strategy) else strategy
 
 
-def _check_preconditions(
-    case: _Case, module: pl.LightningModule, layers_with_dropout: int, allow_batch_dependent: bool
-) -> list[str]:
-    """Look at what the check relies on; returns notes for the report."""
-    notes = ["plain SGD takes the place of the module's optimizer"]
-    if layers_with_dropout:
-        notes.append(f"dropout is switched off in {layers_with_dropout} layers for the run")
-    if mixing := batch_dependent_layers(module):
-        listed = ", ".join(mixing)
-        if not allow_batch_dependent:
-            raise ValueError(
-                f"These layers mix the samples of a batch, so no split leaves them alike: {listed}. Put them into eval"
-                " mode in `make_module`, replace them, or pass `allow_batch_dependent=True` and wide tolerances."
-            )
-        notes.append(f"layers that mix the samples of a batch are allowed: {listed}")
-    again, _ = prepare(case.make_module)
-    differ = [
-        name
-        for (name, a), b in zip(module.state_dict().items(), again.state_dict().values(), strict=True)
-        if isinstance(a, Tensor) and not torch.equal(a, b)
-    ]
-    if differ:
+def _run(
+    body: Callable[..., Any], world_size: int, case: _Case, *args: Any, facts: Facts | None, timeout_s: float = 300
+) -> list[Any]:
+    """Run ranks; where they fail, say first what that means."""
+    try:
+        return run_ranks(body, world_size, case, *args, timeout_s=timeout_s)
+    except RankError as error:
+        where = next((f"with {arg}" for arg in args if isinstance(arg, Split)), "in one process, without any strategy")
+        cause = cause_of_failure(str(error), facts)
+        likely = f"Likely cause: {cause}\n" if cause else ""
+        raise RankError(f"The fit failed {where}, so nothing could be compared.\n{likely}\n{error}") from None
+
+
+def _check_preconditions(case: _Case, allow_batch_dependent: bool) -> tuple[_Case, Facts, list[str]]:
+    """Look at what the check relies on; returns the case with the module's counter, facts, and notes."""
+    if isinstance(case.counter, SupervisedTokens) and case.counter.shift == "auto":
+        case = replace(case, counter=_run(_take_counter, 1, case, facts=None)[0])
+    without_tokens, shift_shows = _run(_look_at_labels, 1, case, facts=None)[0]
+    if without_tokens:
+        raise ValueError(without_tokens)
+    if differ := _run(_build_twice, 1, case, facts=None)[0]:
         raise ValueError(
-            f"`make_module()` does not give the same weights each time: {', '.join(differ[:5])} differ, although"
+            f"`make_module()` does not give the same weights each time: {listed(differ)} differ, although"
             " torch's seed was the same. Load them, or draw them from torch's generator."
         )
-    everything = MicroBatch(tuple(range(len(case.samples))))
-    losses = run_ranks(_fit_twice, 1, case, everything, timeout_s=300)[0]
+    facts, losses = _run(_fit_twice, 1, case, facts=None)[0]
+    notes = ["plain SGD takes the place of the module's optimizer"]
+    if facts.layers_with_dropout:
+        layers = "1 layer" if facts.layers_with_dropout == 1 else f"{facts.layers_with_dropout} layers"
+        notes.append(f"dropout is switched off in {layers} for the run")
+    if not shift_shows:
+        notes.append("no sample has a live first label, so a `shift` that does not fit the model would not show")
+    if facts.not_optimised:
+        notes.append(f"not compared, since no optimizer holds them: {listed(facts.not_optimised)}")
+    if facts.batch_dependent:
+        mixing = ", ".join(facts.batch_dependent)
+        if not allow_batch_dependent:
+            raise ValueError(
+                f"These layers mix the samples of a batch, so no split leaves them alike: {mixing}. Put them into eval"
+                " mode in `make_module`, replace them, or pass `allow_batch_dependent=True` and wide tolerances."
+            )
+        notes.append(f"layers that mix the samples of a batch are allowed: {mixing}")
     if losses[0] != losses[1] and losses[0] == losses[0]:
         raise ValueError(
-            f"`training_step` is not deterministic: the same batch and weights gave the losses {losses[0]!r} and"
-            f" {losses[1]!r}. Switch the randomness off in `make_module`."
+            f"The loss is not deterministic: the same samples and weights gave {losses[0]!r} and {losses[1]!r}. Switch"
+            " the randomness of the module off in `make_module`, and that of `collate_fn`."
         )
-    return notes
+    return case, facts, notes
 
 
 # ---- in the processes
 
 
-def _fit_twice(rank: int, world_size: int, case: _Case, everything: MicroBatch) -> list[float]:
-    module, _ = prepare(case.make_module)
-    batches = case.batches([everything, everything])
-    return fit(module, batches, strategy="auto", learning_rate=0.0).losses
+def _take_counter(rank: int, world_size: int, case: _Case) -> TokenCounter:
+    """The counter that fits the module, which `configure_model` may have built only in a fit."""
+    module = build(case.make_module)
+    with suppress(Exception):  # is told where the fits are run that the check is about
+        fit(module, case.batches([MicroBatch((0,))]), strategy="auto")
+    return counter_for(case.counter, module)
+
+
+def _look_at_labels(rank: int, world_size: int, case: _Case) -> tuple[str | None, bool]:
+    """Why there is nothing to train on, and whether the samples can tell a model that shifts labels from others."""
+    batches = case.batches([MicroBatch((index,)) for index in range(len(case.samples))])
+    if not any(count_on_host(case.counter, batch) for batch in batches):
+        return describe_missing_tokens(case.counter, batches), True
+    found = [possible_denominators(batch, case.counter, None) for batch in batches]
+    return None, any(name.get("shifted") != name.get("unshifted") for name in found) or not any(found)
+
+
+def _build_twice(rank: int, world_size: int, case: _Case) -> list[str]:
+    first, second = build(case.make_module).state_dict(), build(case.make_module).state_dict()
+    return [name for name, value in first.items() if isinstance(value, Tensor) and not _alike(value, second[name])]
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a, b)
+
+
+def _fit_twice(rank: int, world_size: int, case: _Case) -> tuple[Facts, list[float]]:
+    """All samples in one batch, twice from the start: with other random numbers."""
+    everything = MicroBatch(tuple(range(len(case.samples))))
+    fits = [
+        fit(build(case.make_module), [batch], strategy="auto", seed=seed)
+        for seed, batch in enumerate(case.batches([everything, everything]))
+    ]
+    return fits[0].facts, [fits[0].losses[0], fits[1].losses[0]]
 
 
 def _fit_merged(rank: int, world_size: int, case: _Case, splits: Sequence[Split]) -> list[tuple[Seen, list[Count]]]:
     """The reference: one process, one batch per window, none of this package's scaling."""
     references = []
     for split in splits:
-        module, _ = prepare(case.make_module)
         batches = case.merged_batches(split)
         num_tokens = [count_on_host(case.counter, batch) for batch in batches]  # before a step can change them
-        divide_by = num_tokens if case.loss_reduction == "sum" else None
-        seen = fit(module, batches, strategy="auto", divide_by=divide_by)
+        # a window without tokens is no update
+        divide_by = [count if case.loss_reduction == "sum" else float(count > 0) for count in num_tokens]
+        seen = fit(build(case.make_module), batches, strategy="auto", divide_by=divide_by)
         references.append((seen, num_tokens))
     return references
 
 
 def _fit_split(rank: int, world_size: int, case: _Case, split: Split) -> Seen:
-    module, _ = prepare(case.make_module)
     return fit(
-        module,
+        build(case.make_module),
         case.batches(split.ranks[rank]),
         strategy=case.make_strategy(),
         world_size=world_size,
@@ -276,14 +271,12 @@ def _fit_split(rank: int, world_size: int, case: _Case, split: Split) -> Seen:
     )
 
 
-def _probe(rank: int, world_size: int, case: _Case, split: Split, window: int, parameters: Named) -> list[Probe]:
-    """Each micro-batch of a window that has tokens, and last the merged window, run alone from given parameters."""
+def _probe(rank: int, world_size: int, case: _Case, split: Split, window: int, parameters: Named | None) -> list[Probe]:
+    """Each micro-batch of a window that keeps its labels, and last the merged window, alone from given parameters."""
     parts = [m for by_rank in split.windows[window] for m in by_rank if m.supervised]
     parts.append(MicroBatch(tuple(split.merged(window))))
     before, batches = case.batches(parts), case.batches(parts)
-    module, _ = prepare(case.make_module)
-    load_parameters(module, parameters)
-    seen = fit(module, batches, strategy="auto", learning_rate=0.0)
+    seen = fit(build(case.make_module), batches, strategy="auto", learning_rate=0.0, start_from=parameters)
     return [
         Probe(
             flat(gradient),
@@ -295,68 +288,49 @@ def _probe(rank: int, world_size: int, case: _Case, split: Split, window: int, p
     ]
 
 
-# ---- comparison
-
-
-@dataclass(frozen=True)
-class _Comparison:
-    max_abs: float
-    rel_l2: float
-    wrong: tuple[int, str] | None
-    """The first update that is off, and what is worst about it."""
-
-
-def _compare(ranks: Sequence[Seen], reference: Seen, rtol: float, atol: float) -> _Comparison:
-    max_abs = rel_l2 = 0.0
-    wrong: tuple[int, str] | None = None
-    if len(ranks[0].gradients) != len(reference.gradients):
-        text = f"{len(ranks[0].gradients)} updates instead of {len(reference.gradients)}"
-        return _Comparison(float("inf"), float("inf"), (0, text))
-    for update, expected in enumerate(reference.gradients):
-        worst, worst_text = 0.0, ""
-        for name, gradient in expected.items():
-            error = (ranks[0].gradients[update][name] - gradient).double()
-            norm, size = error.norm().item(), gradient.double().norm().item()
-            after = (ranks[0].parameters[update][name] - reference.parameters[update][name]).abs().max().item()
-            max_abs = _worse(max_abs, error.abs().max().item(), after)
-            # how many times the tolerance: NaN is worse than anything
-            excess = _worse(0.0, norm / (rtol * size + atol * gradient.numel() ** 0.5), after / (rtol * size + atol))
-            if size > atol:
-                rel_l2 = _worse(rel_l2, norm / size)
-            if excess > worst or excess != excess:
-                worst = excess
-                worst_text = f"worst in {name!r}: relative L2 error {norm / size if size else norm:.2e}"
-        if len({seen.digests[update] for seen in ranks}) > 1:
-            worst, worst_text = float("inf"), "the parameters differ between ranks"
-        if wrong is None and not worst <= 1:
-            wrong = (update, worst_text)
-    return _Comparison(max_abs, rel_l2, wrong)
-
-
-def _worse(*values: float) -> float:
-    return float("nan") if any(value != value for value in values) else max(values)
-
-
 def _failure_text(
-    case: _Case, report: PartitionReport, split: Split, wrong: tuple[int, str], observed: Seen, reference: Seen
+    case: _Case,
+    facts: Facts,
+    report: PartitionReport,
+    split: Split,
+    wrong: tuple[int, str],
+    observed: Seen,
+    reference: Seen,
 ) -> str:
     update, worst = wrong
-    if update >= len(observed.gradients):
-        cause = "updates are missing"
-    else:
-        before = reference.parameters[update - 1] if update else parameters_of(prepare(case.make_module)[0])
-        *parts, merged = run_ranks(_probe, 1, case, split, update, before, timeout_s=300)[0]
-        cause = likely_cause(
-            flat(observed.gradients[update]),
-            flat(reference.gradients[update]),
-            parts,
-            merged,
-            world_size=split.world_size,
-            accumulate=split.accumulate,
-            loss_reduction=case.loss_reduction,
-            counter=case.counter,
-        )
     return (
         f"The gradient depends on how the tokens are split.\n\n{report}\n\n"
-        f"{split}, update {update}: {worst}.\nLikely cause: {cause}"
+        f"{split}, update {update}: {worst}.\n"
+        f"Likely cause: {_cause(case, facts, report, split, update, observed, reference)}"
+    )
+
+
+def _cause(
+    case: _Case, facts: Facts, report: PartitionReport, split: Split, update: int, observed: Seen, reference: Seen
+) -> str:
+    if len(observed.gradients) != len(reference.gradients):
+        return (
+            "updates are missing or too many. Look for what ends the epoch early or changes `accumulate_grad_batches`:"
+            " `trainer.should_stop`, `on_train_batch_start` that returns -1, a callback of `configure_callbacks`."
+        )
+    if observed.gradients[update].keys() != reference.gradients[update].keys():
+        return "the module chooses what it trains by the number of ranks, the rank or the number of batches."
+    if facts.unfrozen_late and split.world_size > 1:
+        return (
+            f"`configure_optimizers` unfreezes {listed(facts.unfrozen_late)}. DDP has wrapped the module by then"
+            " and leaves their gradients as they are on each rank. Unfreeze in `__init__`, `setup` or"
+            " `configure_model`."
+        )
+    before = reference.parameters[update - 1] if update else None
+    *parts, merged = _run(_probe, 1, case, split, update, before, facts=facts)[0]
+    return likely_cause(
+        flat(observed.gradients[update]),
+        flat(reference.gradients[update]),
+        parts,
+        merged,
+        world_size=split.world_size,
+        accumulate=split.accumulate,
+        loss_reduction=case.loss_reduction,
+        counter=case.counter,
+        rtol=report.rtol,
     )

@@ -9,6 +9,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -22,7 +23,23 @@ GROUP_TIMEOUT_S = 45
 
 
 class RankError(RuntimeError):
-    """A rank's function raised, or its process died; the text carries the rank and its traceback."""
+    """A rank's function raised, its result cannot be handed over, or its process died.
+
+    The text names the rank and carries its traceback.
+    """
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """How a rank ended; made of plain parts, so that it always reaches the caller."""
+
+    pickled: bytes | None
+    """The result; ``None`` if there is none."""
+    text: str
+    """The result's type, or what went wrong."""
+
+
+_RETURN_PLAIN = "Return numbers, strings, tensors or containers of them."
 
 
 def run_ranks(
@@ -43,10 +60,10 @@ def run_ranks(
             finds everything imported; else ``spawn``.
 
     Returns:
-        What the function returned, by rank: always `world_size` results.
+        What the function returned, by rank: always `world_size` results. They come through pickle.
 
     Raises:
-        RankError: The function raised on a rank, or a process died.
+        RankError: The function raised on a rank, its result cannot be pickled, or a process died.
         TimeoutError: The processes did not end in time.
 
     Example:
@@ -61,12 +78,14 @@ def run_ranks(
             context.Process(target=_rank_main, args=(folder, rank, world_size, body, args))  # type: ignore[attr-defined]
             for rank in range(world_size)
         ]
-        for process in ranks:
-            process.start()
         try:
+            for process in ranks:
+                process.start()
             _wait(ranks, timeout_s)
         finally:
             for process in ranks:
+                if process.pid is None:  # its start failed, or that of one before it
+                    continue
                 if process.is_alive():
                     process.kill()
                 process.join()
@@ -88,11 +107,17 @@ def _read_results(folder: Path, exitcodes: Sequence[int | None]) -> list[Any]:
         if not path.exists():
             failures.append(f"rank {rank} ended without a result, exit code {exitcode}")
             continue
-        ok, value = pickle.loads(path.read_bytes())
-        if ok:
-            results.append(value)
-        else:
-            failures.append(f"rank {rank} raised\n{value}")
+        outcome: _Outcome = pickle.loads(path.read_bytes())
+        if outcome.pickled is None:
+            failures.append(f"rank {rank} {outcome.text}")
+            continue
+        try:
+            results.append(pickle.loads(outcome.pickled))
+        except Exception as error:
+            failures.append(
+                f"rank {rank} returned a result that can be pickled but not unpickled: {outcome.text}:"
+                f" {_describe(error)}. {_RETURN_PLAIN}"
+            )
     if failures:  # all of them: the first rank's may be no more than that another one has gone
         raise RankError("\n".join(failures))
     return results
@@ -111,11 +136,28 @@ def _rank_main(folder: str, rank: int, world_size: int, body: Callable[..., Any]
             timeout=timedelta(seconds=GROUP_TIMEOUT_S),
         )
         dist.barrier()  # none may have ended while another one still connects to it
-        result = (True, body(rank, world_size, *args))
+        outcome = _pickle_result(body(rank, world_size, *args))
     except BaseException:
-        result = (False, traceback.format_exc())
+        outcome = _Outcome(None, f"raised\n{traceback.format_exc()}")
     partial = Path(folder) / f"rank{rank}.partial"
-    partial.write_bytes(pickle.dumps(result))
+    partial.write_bytes(pickle.dumps(outcome))
     partial.rename(Path(folder) / f"rank{rank}.pickle")
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _pickle_result(result: Any) -> _Outcome:
+    kind = _type_name(result)
+    try:
+        return _Outcome(pickle.dumps(result), kind)
+    except Exception as error:
+        return _Outcome(None, f"returned a result that cannot be pickled: {kind}: {_describe(error)}. {_RETURN_PLAIN}")
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).removesuffix('.')}"

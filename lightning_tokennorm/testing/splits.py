@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,7 +93,7 @@ def make_batches(
     collate_fn: Callable[[list[Any]], Any],
     clear_labels: Callable[[Any], None] | None,
 ) -> list[Any]:
-    """The batches themselves, made anew: a step may change them.
+    """The batches themselves, made anew and in memory of their own: a step may change them.
 
     Args:
         micro_batches: Which samples they hold.
@@ -102,7 +103,8 @@ def make_batches(
     """
     batches = []
     for micro_batch in micro_batches:
-        batch = collate_fn([samples[index] for index in micro_batch.samples])
+        # a collate function may return views of the samples, or a sample itself
+        batch = copy.deepcopy(collate_fn([samples[index] for index in micro_batch.samples]))
         if not micro_batch.supervised:
             assert clear_labels is not None
             clear_labels(batch)

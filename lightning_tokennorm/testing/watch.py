@@ -2,25 +2,54 @@
 
 from __future__ import annotations
 
-import hashlib
+import logging
+import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import Strategy
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
+from torch import nn
+
+from lightning_tokennorm.testing.module import (
+    Named,
+    batch_dependent_layers,
+    dense,
+    digest_of,
+    load_parameters,
+    optimised,
+    switch_dropout_off,
+    trainable,
+)
+from lightning_tokennorm.testing.plain_sgd import give_optimizer, step_plainly
 
 LEARNING_RATE = 1e-2
-"""Of the plain SGD that takes the place of the module's optimizer: an adaptive one hides a wrong scale."""
+"""Of the plain SGD that takes the place of the module's optimizer."""
 
-Named = dict[str, Tensor]
-"""Tensors by the name of their parameter, on the CPU."""
+
+@dataclass
+class Facts:
+    """What a module turned out to be once its fit was set up."""
+
+    layers_with_dropout: int = 0
+    """Layers whose dropout was switched off."""
+    batch_dependent: list[str] = field(default_factory=list)
+    """Layers that mix the samples of a batch."""
+    dtypes: set[torch.dtype] = field(default_factory=set)
+    """Types of the parameters that are optimised."""
+    not_optimised: list[str] = field(default_factory=list)
+    """Trainable parameters that no optimizer holds."""
+    unused: list[str] = field(default_factory=list)
+    """Trainable parameters that got no gradient in any update."""
+    frozen_late: list[str] = field(default_factory=list)
+    """Parameters that `configure_optimizers` freezes: strategies have wrapped the module before."""
+    unfrozen_late: list[str] = field(default_factory=list)
+    """Parameters that it unfreezes."""
 
 
 @dataclass
@@ -28,34 +57,65 @@ class Seen:
     """What a fit leaves on one rank; tensors on rank zero only."""
 
     gradients: list[Named] = field(default_factory=list)
-    """The gradient of each update, as the optimizer is about to use it."""
+    """The gradient of each update, as the optimizer is about to use it; zeros where the update was skipped."""
     parameters: list[Named] = field(default_factory=list)
-    """The trainable parameters after each update."""
+    """The optimised parameters after each update."""
     digests: list[str] = field(default_factory=list)
     """A digest of the bits of the parameters after each update."""
     losses: list[float] = field(default_factory=list)
     """The loss that `training_step` returned for each micro-batch, divided by ``K``."""
     num_tokens: list[Any] = field(default_factory=list)
     """``num_tokens`` of each micro-batch where `training_step` returns it, else ``None``."""
+    facts: Facts = field(default_factory=Facts)
+    """What the module is like."""
 
 
 class _Watch(Callback):
-    def __init__(self, divide_by: Sequence[float] | None) -> None:
+    def __init__(
+        self, learning_rate: float, divide_by: Sequence[float] | None, start_from: Named | None, seed: int
+    ) -> None:
         self.seen = Seen()
+        self.learning_rate = learning_rate
         self.divide_by = divide_by
+        self.start_from = start_from
+        self.seed = seed
         self.updates = 0
+        self.gradients: Named | None = None
+
+    def run_configure_optimizers(self, module: pl.LightningModule, configure: Any) -> Any:
+        """Run the module's own and note what it does to the parameters."""
+        before = trainable(module)
+        configured = configure()
+        after = trainable(module)
+        self.seen.facts.frozen_late = [name for name in before if name not in after]
+        self.seen.facts.unfrozen_late = [name for name in after if name not in before]
+        return give_optimizer(configured, module)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        step_plainly(trainer, self.learning_rate)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        facts = self.seen.facts
+        facts.layers_with_dropout = switch_dropout_off(pl_module)
+        facts.batch_dependent = batch_dependent_layers(pl_module)
+        held = optimised(trainer, pl_module)
+        facts.dtypes = {parameter.dtype for parameter in held.values()}
+        facts.not_optimised = [name for name in trainable(pl_module) if name not in held]
+        facts.unused = list(trainable(pl_module))
+        if self.start_from is not None:
+            load_parameters(pl_module, self.start_from)
+        torch.manual_seed(self.seed)
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        parameters = dict(pl_module.named_parameters())
+        self.seen.facts.unused = [n for n in self.seen.facts.unused if n in parameters and parameters[n].grad is None]
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        gradients = {}
-        for name, parameter in _trainable(pl_module):
-            if parameter.grad is None:
-                gradients[name] = torch.zeros_like(parameter).cpu()
-                continue
-            if self.divide_by is not None:
-                parameter.grad /= self.divide_by[self.updates]
-            gradients[name] = parameter.grad.detach().cpu().clone()
-        if trainer.is_global_zero:
-            self.seen.gradients.append(gradients)
+        parameters = optimised(trainer, pl_module)
+        if self.divide_by is not None:
+            for parameter in parameters.values():
+                _divide(parameter, self.divide_by[self.updates])
+        self.gradients = {name: dense(parameter.grad, parameter) for name, parameter in parameters.items()}
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -65,13 +125,22 @@ class _Watch(Callback):
         if trainer.global_step == self.updates:
             return
         self.updates = trainer.global_step
-        parameters = {name: parameter.detach().cpu().clone() for name, parameter in _trainable(pl_module)}
-        digest = hashlib.sha256()
-        for parameter in parameters.values():
-            digest.update(parameter.view(-1).view(torch.uint8).numpy().tobytes())
-        self.seen.digests.append(digest.hexdigest())
+        parameters = optimised(trainer, pl_module)
+        self.seen.digests.append(digest_of(parameters.values()))
+        gradients, self.gradients = self.gradients, None
         if trainer.is_global_zero:
-            self.seen.parameters.append(parameters)
+            # none where a strategy leaves an update out, since its window has no token
+            self.seen.gradients.append(gradients or {n: dense(None, p) for n, p in parameters.items()})
+            self.seen.parameters.append({n: p.detach().cpu().clone() for n, p in parameters.items()})
+
+
+def _divide(parameter: nn.Parameter, divisor: float) -> None:
+    if parameter.grad is None:
+        return
+    if divisor:
+        parameter.grad /= divisor
+    else:  # a mean over no token is NaN; an update without a token is none
+        parameter.grad.zero_()
 
 
 class _Batches:
@@ -96,22 +165,31 @@ def fit(
     accumulate: int = 1,
     learning_rate: float = LEARNING_RATE,
     divide_by: Sequence[float] | None = None,
+    start_from: Named | None = None,
+    seed: int = 0,
 ) -> Seen:
     """Fit a module with plain SGD on a real Trainer, in a process that `run_ranks` has started.
 
+    All hooks of the module run, `configure_optimizers` and the schedules that it makes included; dropout is off.
+
     Args:
-        module: The module, prepared by `prepare`.
+        module: The module, fresh from `build`.
         batches: This rank's micro-batches, one epoch of them.
         strategy: The strategy, or the name of one.
         world_size: ``W``.
         accumulate: ``K``.
         learning_rate: Of SGD.
-        divide_by: What to divide the gradient of each update by.
+        divide_by: What to divide the gradient of each update by; 0 for an update to leave out.
+        start_from: Parameters to start from instead of the module's own.
+        seed: For torch's generator when training starts.
     """
-    optimizer = torch.optim.SGD([parameter for _, parameter in _trainable(module)], lr=learning_rate)
-    module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
-    watch = _Watch(divide_by)
-    with warnings.catch_warnings():
+    watch = _Watch(learning_rate, divide_by, start_from, seed)
+    configure_optimizers, configure_callbacks = module.configure_optimizers, module.configure_callbacks
+    module.configure_optimizers = lambda: watch.run_configure_optimizers(module, configure_optimizers)  # type: ignore[method-assign]
+    module.configure_callbacks = lambda: _without_metrics(configure_callbacks())  # type: ignore[method-assign]
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    torch.manual_seed(0)  # for what is made in `setup` or `configure_model`
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")
         trainer = pl.Trainer(
             accelerator="cpu",
@@ -123,61 +201,17 @@ def fit(
             limit_val_batches=0,
             num_sanity_val_steps=0,
             callbacks=[watch],
-            logger=False,
+            logger=DummyLogger(),  # takes whatever a module writes to `self.logger.experiment`
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
+            default_root_dir=folder,
         )
         trainer.fit(module, _Batches(batches))
     return watch.seen
 
 
-def prepare(make_module: Callable[[], pl.LightningModule]) -> tuple[pl.LightningModule, int]:
-    """Build the module from a fixed seed and switch dropout off.
-
-    Returns:
-        The module, and how many layers had dropout.
-    """
-    torch.manual_seed(0)
-    module = make_module()
-    return module, _switch_dropout_off(module)
-
-
-def _switch_dropout_off(module: nn.Module) -> int:
-    layers = 0
-    for layer in module.modules():
-        found = isinstance(layer, _DropoutNd) and layer.p > 0
-        if isinstance(layer, _DropoutNd):
-            layer.p = 0.0
-        # attention layers, here and in transformers, keep a bare number
-        for name, value in list(vars(layer).items()):
-            if "drop" in name and isinstance(value, float) and value > 0:
-                setattr(layer, name, 0.0)
-                found = True
-        layers += found
-    return layers
-
-
-def batch_dependent_layers(module: nn.Module) -> list[str]:
-    """Layers that mix the samples of a batch while training, by name and type: no split leaves them alike."""
-    return [
-        f"{name} ({type(layer).__name__})"
-        for name, layer in module.named_modules()
-        if isinstance(layer, _BatchNorm) and layer.training
-    ]
-
-
-def parameters_of(module: nn.Module) -> Named:
-    """Copies of the trainable parameters."""
-    return {name: parameter.detach().clone() for name, parameter in _trainable(module)}
-
-
-def load_parameters(module: nn.Module, parameters: Named) -> None:
-    """Set the trainable parameters."""
-    with torch.no_grad():
-        for name, parameter in _trainable(module):
-            parameter.copy_(parameters[name])
-
-
-def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+def _without_metrics(callbacks: Any) -> list[Callback]:
+    """A module's own callbacks, without those that wait for metrics of a validation that there is none of here."""
+    listed = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
+    return [callback for callback in listed if not isinstance(callback, (Checkpoint, EarlyStopping))]

@@ -7,7 +7,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops import fetchers, fit_loop
 from lightning.pytorch.utilities import CombinedLoader
 
-from lightning_tokennorm import TokenMean, TokenNormDDP, _compat
+from lightning_tokennorm import TokenMean, TokenNormDDP, TokenNormFSDP, _compat
 
 
 def test_private_names() -> None:
@@ -18,11 +18,13 @@ def test_private_names() -> None:
         (fit_loop, "_select_data_fetcher"),
         (trainer.fit_loop, "setup_data"),
         (CombinedLoader([]), "_state_dicts"),
-        (trainer.fit_loop, "_should_accumulate"),
+        (trainer.fit_loop.epoch_loop.automatic_optimization, "output_result_cls"),
         (trainer.fit_loop.epoch_loop, "_batches_that_stepped"),
         (trainer, "log_every_n_steps"),
         (TokenMean(), "_forward_cache"),
         (TokenNormDDP(), "_timeout"),
+        (TokenNormFSDP(), "_timeout"),
+        (TokenNormFSDP(), "_state_dict_type"),
     ):
         assert hasattr(owner, name), f"{owner!r} has no {name}"
 

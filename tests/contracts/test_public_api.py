@@ -26,7 +26,11 @@ def test_names() -> None:
         "TokenMeanMetric",
         "TokenNormDDP",
         "TokenNormError",
+        "TokenNormFSDP",
+        "TokenNormModelParallel",
+        "TokenWindow",
         "UpdateRecord",
+        "token_windows",
     }
 
 
@@ -41,7 +45,36 @@ def test_signatures() -> None:
         "ddp_hook_reduces": None,
         "ddp_kwargs": None,
     }
-    assert parameters(package.SupervisedTokens) == {"labels": "labels", "ignore_index": -100, "shift": 1}
+    own = {
+        "count_tokens": None,
+        "loss_reduction": "mean",
+        "counting": "lookahead",
+        "on_empty": "skip",
+        "uneven": "pad",
+        "audit": False,
+        "sync_each_micro_batch": True,
+    }
+    assert parameters(package.TokenNormFSDP) == {**own, "fsdp_kwargs": None}
+    assert parameters(package.TokenNormModelParallel) == {
+        **own,
+        "data_parallel_size": "auto",
+        "tensor_parallel_size": "auto",
+        "tokens_over": None,
+        "kwargs": None,
+    }
+    assert parameters(package.token_windows) == {
+        "loader": None,
+        "accumulate": None,
+        "model": None,
+        "group": None,
+        "divided_by": 1,
+        "count_tokens": None,
+        "loss_reduction": "mean",
+        "on_empty": "skip",
+        "uneven": "pad",
+    }
+    assert list(parameters(package.TokenWindow.backward)) == ["self", "loss", "backward"]
+    assert parameters(package.SupervisedTokens) == {"labels": "labels", "ignore_index": -100, "shift": "auto"}
     assert parameters(package.TokenMeanMetric) == {
         "name": "loss_per_token",
         "count_tokens": None,
@@ -78,7 +111,8 @@ def test_import_registers_names_and_says_nothing() -> None:
     code = (
         "import lightning.pytorch as pl, logging; before = list(logging.getLogger('lightning_tokennorm').handlers);"
         "import lightning_tokennorm; assert logging.getLogger('lightning_tokennorm').handlers == before;"
-        "from lightning.pytorch.strategies import StrategyRegistry; assert 'tokennorm_ddp' in StrategyRegistry"
+        "from lightning.pytorch.strategies import StrategyRegistry; assert 'tokennorm_ddp' in StrategyRegistry;"
+        "assert 'tokennorm_fsdp' in StrategyRegistry; assert 'tokennorm_fsdp_cpu_offload' in StrategyRegistry"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

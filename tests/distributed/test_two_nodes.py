@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-TIMEOUT_S = 120
+TIMEOUT_S = 500
 
 SCRIPT = """
 import json, os, sys

@@ -31,12 +31,12 @@ class Counts(ScalarModule):
         self.trained: list[float] = []
         self.padded = self.validations = self.epoch_ends = 0
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert isinstance(self.trainer.strategy, TokenNormDDP)
-        if self.trainer.strategy.micro_batch_is_padded:
-            self.padded += 1
-        else:
-            self.trained.append(batch["values"][0, 0].item())
+        self.padded += self.trainer.strategy.micro_batch_is_padded  # in the step it would be put back
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trained.append(batch["values"][0, 0].item())  # put back where the micro-batch is padded
         loss = super().training_step(batch, batch_idx)
         return {"loss": loss, "num_tokens": (batch["labels"][:, 1:] != -100).sum()}
 
@@ -338,9 +338,11 @@ def test_unequal_accumulation_is_an_error_on_all_ranks() -> None:
 
 
 def test_accumulation_that_one_rank_changes_between_windows() -> None:
-    # it raises with the other's next report; the other, in the window, when that rank has ended
+    # it raises with the other's next report, or sees that the other has gone on without one; the other, in the window,
+    # when that rank has ended
     results = run_ranks(fit_with_unequal_accumulation, 2, [3, 3], [None, 1])
     for error, gradients in results:
-        assert "`accumulate_grad_batches` differs between ranks: rank 0 has 3, rank 1 has 1" in error
+        assert "`accumulate_grad_batches` differs between ranks" in error
+        assert "rank 1 has " in error  # its value, or that it has changed it
         assert len(gradients) == 2
     assert results[0][0].startswith("Another rank has ended inside a window. The first to fail was rank 1")

@@ -45,7 +45,7 @@ def test_two_processes_fine_tune_a_tiny_model(
 
     arguments = f"--model {model_folder} --data {data} --val-data {val_data} --output {output}"
     arguments += " --devices 2 --micro-batch 1 --accumulate 2 --steps 3 --lr 0.01"
-    result = run_script(*arguments.split(), timeout_s=120)
+    result = run_script(*arguments.split(), timeout_s=550)
 
     assert result.returncode == 0, result.stdout + result.stderr
     assert "Traceback" not in result.stderr
@@ -293,7 +293,7 @@ def test_the_command_line_answers_bad_input_at_once(tmp_path: Path) -> None:
     data = tmp_path / "chats.jsonl"
     data.write_text(f"{GOOD_LINE}\nhello\n")
     output = tmp_path / "run"
-    result = run_script("--data", str(data), "--output", str(output), timeout_s=30)
+    result = run_script("--data", str(data), "--output", str(output), timeout_s=550)
     assert result.returncode == 2
     assert result.stdout == ""
     assert result.stderr == (

@@ -29,15 +29,16 @@ import torch
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileOpener
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import Tensor
 
 from lightning_tokennorm import TokenNormDDP
 from lightning_tokennorm.exchange import WindowExchange
 from lightning_tokennorm.window import RankReport
-from tests.helpers.scalar_rig import ScalarModule, make_batch, make_trainer
+from tests.helpers.scalar_rig import ScalarModule, make_batch, make_loader, make_trainer
 
+HANGS_AFTER_S = 240
 LENGTH, ACCUMULATE = 11, 3  # windows of 3, 3, 3 and 2
-STALL_S = 14
 QUOTA = 32 * 1024
 """Bytes: fewer than a checkpoint has, more than any other file of a run."""
 
@@ -46,6 +47,9 @@ REACHED = {
     "first report": 1,  # sent when the first window starts, before which all ranks wait for it
     "early report": 3,  # of the third window: sent before the second one's last micro-batch
     "report": 4,  # of the fourth window: sent before the third one's last micro-batch
+    "first forward": 1,
+    "last forward": 11,
+    "validation": 1,  # after the second window
     "forward": 8,  # of 7, 8 and 9: the other rank goes on alone until the backward of 9
     "backward": 9,  # in which the ranks' gradients are reduced
     "step": 3,  # the parameters have just changed, no checkpoint has them
@@ -69,6 +73,11 @@ def _signal(signum: signal.Signals) -> Callable[[Any], Any]:
     return _passing(lambda: os.kill(os.getpid(), signum))
 
 
+def _wait_for_sigusr2() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+    signal.sigwait({signal.SIGUSR2})
+
+
 def _raise(value: Any) -> Any:
     raise ValueError("this sample cannot be used")
 
@@ -78,8 +87,15 @@ ACTS: dict[str, Callable[[Any], Any]] = {
     "freeze": _signal(signal.SIGSTOP),
     "sigterm": _signal(signal.SIGTERM),
     "sigterm in 1 s": _passing(lambda: threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()),
-    "lag": _passing(lambda: time.sleep(2)),
-    "stall": _passing(lambda: time.sleep(STALL_S)),
+    "sigusr1": _signal(signal.SIGUSR1),
+    **{
+        f"sigusr1 in {ms} ms": _passing(
+            lambda ms=ms: threading.Timer(ms / 1000, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        )
+        for ms in (5, 20, 70)
+    },
+    "lag": _passing(lambda: time.sleep(4)),
+    "stall": _passing(_wait_for_sigusr2),
     "quota": _passing(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (QUOTA, resource.RLIM_INFINITY))),
     "raise": _raise,
     "None": lambda loss: None,
@@ -97,9 +113,11 @@ class Run:
     faults: tuple[tuple[int, str, str], ...] = ()
     """Rank, act and point of each; one for a point."""
     ckpt_path: str | None = None
-    timeout_s: float = 60
-    """How long ranks wait for each other."""
+    timeout_s: float = 2000
+    """How long ranks wait for each other: by default longer than a test does, so that an end was not waited for."""
     saves_on_exception: bool = False
+    slurm: bool = False
+    """Whether a SLURM cluster started the ranks, which requeues a job that gets SIGUSR1."""
 
 
 class Record:
@@ -197,7 +215,13 @@ class Module(ScalarModule):
         self.faults.reach("setup")
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        return self.faults.reach("forward", super().training_step(batch, batch_idx))
+        loss = super().training_step(batch, batch_idx)
+        for point in ("first forward", "forward", "last forward"):
+            loss = self.faults.reach(point, loss)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return self.faults.reach("validation", super().validation_step(batch, batch_idx))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.faults.reach("save")
@@ -245,9 +269,26 @@ def train(run: Run, rank: int) -> None:
         enable_checkpointing=True,
         callbacks=[Writes(Record(run, rank)), saves]
         + ([OnExceptionCheckpoint(run.folder)] if run.saves_on_exception else []),
+        **(_on_slurm(run, rank) if run.slurm else {}),
     )
-    trainer.fit(Module(faults), Stream(), ckpt_path=run.ckpt_path)
+    validates = make_loader([(1, 1.0)]) if run.slurm else None
+    trainer.fit(Module(faults), Stream(), validates, ckpt_path=run.ckpt_path)
     Record(run, rank).add("end", trainer.global_step)
+
+
+def _on_slurm(run: Run, rank: int) -> dict[str, Any]:
+    os.environ |= {
+        **{"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NODEID": "0"},
+        **{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+        "PATH": f"{run.folder}/bin:{os.environ['PATH']}",
+    }
+    return {
+        "plugins": [SLURMEnvironment(auto_requeue=True)],
+        "default_root_dir": run.folder,
+        "num_sanity_val_steps": 0,
+        "val_check_interval": 2 * ACCUMULATE,
+        "check_val_every_n_epoch": None,
+    }
 
 
 def run_rank(rank: int, port: int, run: Run) -> None:
@@ -262,7 +303,7 @@ def run_rank(rank: int, port: int, run: Run) -> None:
     log = os.open(f"{run.folder}/rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    faulthandler.dump_traceback_later(45)  # where it hangs, if it does
+    faulthandler.dump_traceback_later(HANGS_AFTER_S)  # where it hangs, if it does
     try:
         train(run, rank)
     finally:

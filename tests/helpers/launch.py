@@ -15,6 +15,6 @@ _CONTEXT.set_forkserver_preload(["lightning.pytorch", "lightning_tokennorm", "li
 RankError = ranks.RankError
 
 
-def run_ranks(body: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 90) -> list[Any]:
+def run_ranks(body: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 300) -> list[Any]:
     """Call ``body(rank, world_size, *args)`` on processes: `body` is a function at the top level of a module."""
     return ranks.run_ranks(body, world_size, *args, timeout_s=timeout_s, context=_CONTEXT)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from lightning_tokennorm import SupervisedTokens, TokenNormDDP
 from lightning_tokennorm.testing import RankError, assert_partition_invariant
+from lightning_tokennorm.testing.compare import compare
+from lightning_tokennorm.testing.watch import Seen
 from tests.helpers import tiny_lm
 from tests.helpers.ddp_hooks import sum_hook
 from tests.helpers.tiny_lm import TinyModule
@@ -204,7 +206,7 @@ def test_preconditions_are_looked_at() -> None:
         check(WithBatchNorm)
     with pytest.raises(ValueError, match="is not deterministic"):
         check(Noisy)
-    with pytest.raises(ValueError, match=r"same weights each time: model\.head\.bias differ"):
+    with pytest.raises(ValueError, match=r"same weights each time: 'model\.head\.bias' differ"):
         check(NewWeights)
     with pytest.raises(ValueError, match="got no sample"):
         assert_partition_invariant(TinyModule, [])
@@ -244,7 +246,7 @@ def test_the_examples_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         attention_dropout=0.1,
     )
     samples = [
-        Sample(ids, [-100] * prompt + ids[prompt:], Conversation([], ""))
+        Sample(ids, [-100] * prompt + ids[prompt:], Conversation([], "", (1,)))
         for ids, prompt in ((list(range(2, 2 + 5 + i % 4)), 1 + i % 3) for i in range(12))
     ]
     report = assert_partition_invariant(
@@ -256,6 +258,17 @@ def test_the_examples_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     print(report)
     assert "dropout is switched off in 2 layers" in capsys.readouterr().out
     assert all(result.ok for result in report.results)
+
+
+def test_an_error_in_the_imaginary_part_counts() -> None:
+    def seen(gradient: complex) -> Seen:
+        tensors = {"turn": torch.tensor([gradient], dtype=torch.complex128)}
+        return Seen(gradients=[tensors], parameters=[{"turn": torch.zeros(1, dtype=torch.complex128)}], digests=[""])
+
+    assert compare([seen(3 + 4j)], seen(3 + 4j), 1e-9, 1e-12).wrong is None
+    found = compare([seen(3 + 5j)], seen(3 + 4j), 1e-9, 1e-12)
+    assert found.wrong is not None
+    assert found.rel_l2 == pytest.approx(1 / 5)  # |1j| / |3 + 4j|
 
 
 def test_f_cross_entropy_over_no_token_is_the_case_at_hand() -> None:

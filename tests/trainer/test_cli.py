@@ -40,9 +40,11 @@ def parse(arguments: list[str]) -> Any:
     ("counter", "expected"),
     [
         ("{class_path: lightning_tokennorm.SupervisedTokens, init_args: {shift: 0}}", SupervisedTokens(shift=0)),
+        ("{class_path: lightning_tokennorm.SupervisedTokens, init_args: {shift: auto}}", SupervisedTokens()),
+        ("{class_path: lightning_tokennorm.SupervisedTokens}", SupervisedTokens()),
         ("builtins.len", len),
     ],
-    ids=["class", "function"],
+    ids=["shift", "auto", "default", "function"],
 )
 def test_class_path_in_a_file(counter: str, expected: Any, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -177,12 +178,6 @@ def test_a_step_that_fails_on_one_rank_ends_all(what: str, text: str, failing_ra
     assert text.format(failing_rank) in other
 
 
-def test_no_loss_in_one_process() -> None:
-    # Lightning would leave the batch out of the gradient, but its tokens are in N already
-    (result,) = run_ranks(fail, 1, "none", 0)
-    assert "labels of -100" in result[1]
-
-
 class _StopsAfter(Callback):
     def __init__(self, batch_idx: int) -> None:
         self.batch_idx = batch_idx
@@ -227,3 +222,38 @@ def uneven_with_validation(rank: int, world_size: int) -> str:
     except TokenNormError as error:
         return str(error)
     return ""
+
+
+class Listed:
+    """Yields these micro-batches; `None` stands for a batch that is none."""
+
+    def __init__(self, micro_batches: list[tuple[int, float] | None]) -> None:
+        self.micro_batches = micro_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([None if each is None else make_batch(*each) for each in self.micro_batches])
+
+    def __len__(self) -> int:
+        return len(self.micro_batches)
+
+
+@pytest.mark.filterwarnings("ignore:.*no rank has a supervised token", "ignore:.*had no supervised token")
+@pytest.mark.parametrize(
+    ("micro_batches", "gradients"),
+    [
+        ([None, (3, 1), (1, 5)], [1.0, 5.0]),  # windows of two: (3 * 1) / 3, then the tail
+        ([(3, 1), None, None, (1, 5)], [1.0, 5.0]),
+        ([None, None, (4, 2)], [2.0]),  # nothing to step on in the first window
+        ([None, None, None], []),
+    ],
+)
+def test_batches_that_are_none_in_one_process(
+    micro_batches: list[tuple[int, float] | None], gradients: list[float]
+) -> None:
+    class Module(ScalarModule):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            pass  # without a batch there is no output either
+
+    module = Module()
+    make_trainer(1, accumulate_grad_batches=2, strategy=TokenNormDDP()).fit(module, Listed(micro_batches))
+    assert module.gradients == gradients

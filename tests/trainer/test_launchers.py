@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from lightning_tokennorm import TokenNormDDP
-from tests.helpers.script import run_script
+from tests.helpers.script import LAST_RESORT_S, run_script
 
 SCRIPT = """
 import json, sys
@@ -51,6 +51,7 @@ if __name__ == "__main__":
         "TokenNormDDP(process_group_backend='gloo', find_unused_parameters=True)",
     ],
 )
+@pytest.mark.timeout(LAST_RESORT_S)
 def test_two_processes_of_a_users_script(strategy: str, tmp_path: Path) -> None:
     done = run_script(tmp_path, SCRIPT, strategy, str(tmp_path))
     assert [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)] == [[1.75], [1.75]]

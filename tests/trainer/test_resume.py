@@ -192,11 +192,11 @@ def stop_and_resume(rank: int, world_size: int, folder: str, kind: str, hook: st
 
 @pytest.mark.parametrize("kind", ["stream", "sized", "torchdata", "workers"])
 def test_stopped_after_any_batch(kind: str, tmp_path: Path) -> None:
-    run_ranks(stop_and_resume, 1, str(tmp_path), kind, "train", timeout_s=170)
+    run_ranks(stop_and_resume, 1, str(tmp_path), kind, "train", timeout_s=500)
 
 
 def test_two_ranks_stopped_after_any_batch(tmp_path: Path) -> None:
-    run_ranks(stop_and_resume, 2, str(tmp_path), "stream", "train", timeout_s=170)
+    run_ranks(stop_and_resume, 2, str(tmp_path), "stream", "train", timeout_s=500)
 
 
 def stop_and_resume_unevenly(rank: int, world_size: int, folder: str, kind: str) -> None:
@@ -216,7 +216,7 @@ def stop_and_resume_unevenly(rank: int, world_size: int, folder: str, kind: str)
 
 @pytest.mark.parametrize("kind", ["uneven, stream", "uneven, sized"])
 def test_ranks_of_unequal_length_stopped_after_any_batch(kind: str, tmp_path: Path) -> None:
-    run_ranks(stop_and_resume_unevenly, 3, str(tmp_path), kind, timeout_s=170)
+    run_ranks(stop_and_resume_unevenly, 3, str(tmp_path), kind, timeout_s=500)
 
 
 def stop(rank: int, world_size: int, path: str, batch_idx: int) -> None:
@@ -256,7 +256,7 @@ def test_a_window_torn_by_another_strategy_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["stream", "torchdata"])
 def test_stopped_after_a_validation_inside_a_window(kind: str, tmp_path: Path) -> None:
-    run_ranks(stop_and_resume, 1, str(tmp_path), kind, "validation", timeout_s=170)
+    run_ranks(stop_and_resume, 1, str(tmp_path), kind, "validation", timeout_s=500)
 
 
 @pytest.mark.parametrize("kind", ["stream", "sized"])

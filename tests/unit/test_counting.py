@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import UserDict
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_tokennorm import SupervisedTokens
 from lightning_tokennorm.counting import check_count, to_host
+from lightning_tokennorm.window import RankReport, WindowPlan
 
 X = -100
 
@@ -50,6 +53,20 @@ def test_labels_decide_and_not_the_attention_mask() -> None:
     assert SupervisedTokens()(batch) == 4
     batch["attention_mask"] = torch.zeros(1, 10)
     assert SupervisedTokens()(batch) == 4
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize(("shift", "expected"), [(0, 6), (1, 4), (2, 2), (5, 0)])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_labels_lose_the_start_of_each_row(layout: torch.layout, shift: int, expected: int) -> None:
+    # live are 3 + 1 + 0 + 2 = 6; after a shift of 1: 3 + 0 + 0 + 1, of 2: 2 + 0
+    rows = [torch.tensor(row, dtype=torch.long) for row in ([X, 2, 3, 4], [5], [], [6, 7, X])]
+    batch = {"labels": torch.nested.nested_tensor(rows, layout=layout)}
+    assert SupervisedTokens(shift=shift)(batch) == expected
+    with pytest.raises(
+        TypeError, match=r"a nested tensor of 4 rows and dtype float32 at .*; expected a tensor of integer"
+    ):
+        SupervisedTokens()({"labels": batch["labels"].float()})
 
 
 def test_one_label_per_row() -> None:
@@ -123,6 +140,9 @@ def test_unusable_labels(unusable: Any) -> None:
         ({"labels": True}, TypeError),
         ({"shift": -1}, ValueError),
         ({"shift": 1.0}, TypeError),
+        ({"shift": None}, TypeError),
+        ({"shift": "atuo"}, ValueError),
+        ({"ignore_index": "auto"}, TypeError),
         ({"ignore_index": None}, TypeError),
     ],
 )
@@ -135,6 +155,44 @@ def test_counts_of_users() -> None:
     counts = [3, 2.5, torch.tensor(4), torch.tensor(0.5)]
     assert to_host([check_count(count) for count in counts]) == (3, 2.5, 4, 0.5)
     assert [type(count) for count in to_host([check_count(count) for count in counts])] == [int, float, int, float]
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        (np.int64(3), 3),
+        (np.uint8(3), 3),
+        (np.float64(2.5), 2.5),
+        (np.float32(2.5), 2.5),
+        (np.float16(2.5), 2.5),
+        (np.longdouble(2.5), 2.5),
+        (np.array(3), 3),
+        (np.array(2.5), 2.5),  # `__index__` of an array would cut this to 2
+        (Fraction(5, 2), 2.5),
+    ],
+    ids=lambda value: f"{type(value).__name__} {value}",
+)
+def test_counts_that_are_no_python_numbers(count: Any, expected: int | float) -> None:
+    checked = check_count(count)
+    assert (checked, type(checked)) == (expected, type(expected))
+
+
+@pytest.mark.parametrize(
+    "value", [np.bool_(True), np.array([3]), np.array([1, 2]), np.str_("3"), np.complex64(1), np.datetime64("2020")]
+)
+def test_numpy_values_that_are_no_counts(value: Any) -> None:
+    with pytest.raises(TypeError, match="`count_tokens` returned"):
+        check_count(value)
+
+
+@pytest.mark.parametrize("value", [1e-310, 5e-324, 1e-31, torch.tensor(1e-40)])
+def test_counts_too_small_to_divide_by(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"expected 0 or a count from 2\*\*-100 .* upwards"):
+        to_host([1, check_count(value)])
+    assert to_host([0.0, 2.0**-100]) == (0.0, 2.0**-100)
+    # what is divided by the smallest one still fits into float32
+    plan = WindowPlan.agreed([RankReport(2.0**-100, 1, 64)] * 1024, (2.0**-100,))
+    assert torch.tensor(plan.factor(0, "sum", 64), dtype=torch.float32).isfinite()
 
 
 @pytest.mark.parametrize("value", [None, "3", torch.zeros(2), True, torch.tensor(True), {"a": 1}])

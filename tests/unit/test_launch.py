@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,30 @@ def test_results_come_from_that_many_processes() -> None:
     assert len({pid for pid, _ in results} | {os.getpid()}) == 4
 
 
-def fail(rank: int, world_size: int, how: str) -> None:
+class UnpicklableError(Exception):
+    """Whose state no other process can have."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.handle = open(os.devnull)  # noqa: SIM115
+
+
+class OneWay:
+    """Says that it is made with an argument that it does not take."""
+
+    def __reduce__(self) -> Any:
+        return OneWay, (1,)
+
+
+def fail(rank: int, world_size: int, how: str) -> Any:
+    if rank == 1 and how == "cannot raise":
+        raise UnpicklableError("of a handle")
+    if rank == 1 and how == "returns a file":
+        return open(os.devnull)
+    if rank == 1 and how == "returns a function":
+        return {"counter": lambda: 0}
+    if rank == 1 and how == "returns one way":
+        return OneWay()
     if rank == 1 and how == "raises":
         raise ValueError("rank one is broken")
     if rank == 0 and how == "all fail":
@@ -33,12 +57,17 @@ def fail(rank: int, world_size: int, how: str) -> None:
         os._exit(3)
     if rank == 1 and how == "hangs":
         time.sleep(60)
+    return None
 
 
 @pytest.mark.parametrize(
     ("how", "error", "text"),
     [
         ("raises", RankError, "rank one is broken"),
+        ("cannot raise", RankError, "rank 1 raised\n(.*\n)*.*UnpicklableError: of a handle"),
+        ("returns a file", RankError, "rank 1 returned a result that cannot be pickled: .*TextIOWrapper: TypeError: "),
+        ("returns a function", RankError, "rank 1 returned .* cannot be pickled: dict: .*<lambda>.* Return numbers"),
+        ("returns one way", RankError, "rank 1 returned .* but not unpickled: tests.*OneWay: TypeError: "),
         ("dies", RankError, "rank 1 ended without a result, exit code 3"),
         ("all fail", RankError, "rank 0 raised\n(.*\n)*.*rank zero is broken\n+rank 1 ended without a result"),
         ("hangs", TimeoutError, "ranks \\[1\\] of 2"),

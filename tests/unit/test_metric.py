@@ -60,3 +60,17 @@ def test_bfloat16_losses_are_summed_in_float64() -> None:
     for _ in range(1000):
         mean.update(torch.tensor(1.0, dtype=torch.bfloat16), 1)
     assert mean.loss_sum.item() == 1000.0
+
+
+def test_the_state_keeps_its_shape() -> None:
+    # ranks whose states differ in shape cannot sum them
+    mean = TokenMean()
+    mean.update(torch.tensor([[6.0]]), torch.tensor([3]))
+    mean.update(torch.tensor([1.0]), torch.tensor([0.5]))
+    assert (mean.loss_sum.shape, mean.num_tokens.shape, mean.token_weight.shape) == ((), (), ())
+    assert mean.compute().item() == 2.0  # 7 / 3.5
+
+
+def test_more_than_one_element_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"`TokenMean.update` got a tensor of shape \[2\]; expected one element"):
+        TokenMean().update(torch.zeros(2), 3)

@@ -1,0 +1,5 @@
+"""Lightning callbacks: what people look at."""
+
+from lightning_tokennorm.callbacks.token_mean import TokenMeanMetric
+
+__all__ = ["TokenMeanMetric"]
