@@ -141,6 +141,7 @@ class WindowFeed:
         if any(requeue for requeue, _ in told):
             self._save_and_requeue()
         if any(sigterm for _, sigterm in told):
+            self._windows.asked_to_end = True  # all ranks save what follows from it together
             _compat.end_by_sigterm(self.trainer)
 
     def _save_and_requeue(self) -> None:

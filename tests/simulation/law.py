@@ -71,11 +71,22 @@ class _Reckoning:
         while self.at.epoch < world.epochs and not self._has_stepped_enough() and self._run_epoch():
             if not self._has_stepped_enough():
                 self.at = Place(self.at.epoch + 1, 0, self.at.updates)
-        if expected.ends == "normally" and self.has_saved_alone:
-            self._end_alone()
+        if expected.ends == "normally":
+            self._end_training()
         if expected.saved_at is None:
             expected.saved_at = self.at
         return expected
+
+    def _end_training(self) -> None:
+        if self.has_saved_alone:
+            self._end_alone()
+        elif self._has_come(self.world.sigterm):
+            self._end("by signal")
+        elif self._has_come(self.world.requeue) and not self.requeued:
+            self.expected.saved_at = self.at
+
+    def _has_come(self, signalled: tuple[int, int] | None) -> bool:
+        return signalled is not None and signalled[1] < 2 * self.ordinal
 
     def _has_stepped_enough(self) -> bool:
         return self.at.updates >= self.world.max_steps != -1

@@ -6,7 +6,9 @@ Only the order of things that concern the windows: fetch, train, step, hooks at 
 from __future__ import annotations
 
 import copy
+import itertools
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -187,7 +189,7 @@ class SimulatedRank:
             self.records += 1
 
     def save(self) -> None:
-        self._write(self._progress("a checkpoint"))
+        self._write(self._progress(checkpoints.A_CHECKPOINT))
 
     def _progress(self, purpose: str, *, together: bool = True) -> checkpoints.Progress:
         return checkpoints.take_progress(self._fetcher, self._feed.exchange, purpose, together=together)
@@ -212,14 +214,12 @@ class SimulatedRank:
                 return
             while not self._is_done():
                 self._run_epoch()
-            progress = self._progress("the end of training")
+            progress = self._progress(checkpoints.THE_END)
             if self.world.resume and self.saved is None:
                 self._write(progress)
-        except SIGTERMException:
-            self.save()  # as `OnExceptionCheckpoint` does
-            raise
-        except Exception:
-            self._write(self._progress("teardown", together=False))
+            self._feed.end_training()
+        except (Exception, SIGTERMException):  # `OnExceptionCheckpoint` saves
+            self._write(self._progress(checkpoints.A_CHECKPOINT, together=self._windows.asked_to_end))
             raise
 
     def _restore(self, checkpoint: dict[str, Any]) -> Any:
@@ -291,7 +291,6 @@ class SimulatedRank:
         world = self.world
         self._signal(2 * self.ordinal)
         batch, _, _ = next(self._fetcher)
-        # a rank alone leaves it out
         assert batch is not None or world.world_size == 1, "a batch that is None was served"
         self._batches.is_last_batch = self._fetcher.done
         self._batches.increment_ready()
@@ -381,11 +380,9 @@ def simulate_resumed(world: World, outcome: Outcome) -> tuple[World, Outcome]:
 
 @contextmanager
 def _connected(ranks: SimulatedRanks) -> Iterator[None]:
-    theirs = {name: vars(exchange_module)[name] for name in ("dist", "time", "_ASKS_EVERY_S")}
-    # a rank that polls asks at once, and sleeps no time
-    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: None)
-    vars(exchange_module).update(dist=Distributed(ranks), time=clock, _ASKS_EVERY_S=0)
+    clock = SimpleNamespace(sleep=lambda seconds: None, monotonic=itertools.count().__next__)
+    exchange_module.dist, exchange_module.time = Distributed(ranks), clock  # type: ignore[assignment]
     try:
         yield
     finally:
-        vars(exchange_module).update(theirs)
+        exchange_module.dist, exchange_module.time = torch.distributed, time

@@ -180,6 +180,18 @@ MUTANTS = [
         "        self.signals.take_requeue()\n",
         "",
     ),
+    Mutant(
+        "a SIGTERM in the last window ends one rank",
+        WindowFeed.end_training,
+        "any(sigterm for _, sigterm in told)",
+        "self.signals.sigterm",
+    ),
+    Mutant(
+        "a requeue in the last window is one rank's",
+        WindowFeed.end_training,
+        "any(requeue for requeue, _ in told)",
+        "self.signals.requeue",
+    ),
     # stand-ins
     Mutant(
         "a stand-in passes for an own batch",

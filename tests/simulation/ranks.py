@@ -31,10 +31,6 @@ class Operation:
         self.brought: dict[int, Any] = {}
 
 
-_POLLS = 3
-"""After so many polls in a row, in which no other rank can go on, a rank is taken to wait for ever."""
-
-
 class SimulatedRanks:
     """Runs one function per rank.
 
@@ -51,8 +47,9 @@ class SimulatedRanks:
         self._operations: dict[str, list[Operation]] = {}
         self._places: dict[tuple[str, int], int] = {}
         self._waits_for: list[Operation | None] = [None] * world_size
+        self._asks: set[int] = set()  # ranks that look from time to time whether they still have to wait
+        self._events = 0
         self._ended: set[int] = set()
-        self._polls = [0] * world_size
         self._batons = [_taken_lock() for _ in range(world_size)]
         self._over = _taken_lock()
 
@@ -72,6 +69,7 @@ class SimulatedRanks:
             except BaseException as error:
                 raised[rank] = error
             self._ended.add(rank)
+            self._events += 1
             if len(self._ended) == self.world_size:
                 self._over.release()
             else:
@@ -100,6 +98,7 @@ class SimulatedRanks:
             other = next(iter(operation.brought))
             self.stop(f"mismatch: operation {place} of {group!r} is {operation.kind} on rank {other}, {kind} here")
         operation.brought[self.rank] = payload
+        self._events += 1
         if len(operation.brought) == self.world_size:
             # Only now, since a transport may read what it sends as late as this.
             operation.brought = {rank: _snapshot(each) for rank, each in operation.brought.items()}
@@ -119,28 +118,29 @@ class SimulatedRanks:
                 raise Stopped
         return [operation.brought[rank] for rank in range(self.world_size)]
 
-    def poll(self, operation: Operation) -> bool:
-        """Ask whether all ranks have come, after the others have gone on as far as they can."""
-        me = self.rank
-        others = [rank for rank in range(self.world_size) if rank != me and rank not in self._ended]
-        if len(operation.brought) < self.world_size and any(map(self._can_go_on, others)):
-            self._polls[me] = 0
-            self._pass_on(me)
-            self._take_over(me)
-        else:
-            self._polls[me] += 1
+    def ask(self, operation: Operation) -> None:
+        """Let the others go on as far as they can, on a rank that looks from time to time whether it has to wait."""
+        me, before = self.rank, self._events
+        if self.is_over(operation):
+            return
+        self._waits_for[me] = operation
+        self._asks.add(me)
+        self._pass_on(me)
+        self._take_over(me)
+        self._asks.discard(me)
+        self._waits_for[me] = None
+        if self._events == before:
+            self.stop(f"deadlock: rank {me} asks in vain whether it has to wait in {operation.kind}")
         if self.verdict is not None:
             raise Stopped
-        if self._polls[me] > _POLLS:  # whatever is asked between two polls has not helped
-            self._waits_for[me] = operation
-            self.stop("deadlock: " + ", ".join(self._describe(rank) for rank in range(self.world_size)))
-        if self._is_broken(operation):
-            return True  # to wait for it raises
-        return len(operation.brought) == self.world_size
 
     def meet(self, group: str, kind: str, payload: Any = None) -> list[Any]:
         """Come to an operation and wait for the others."""
         return self.wait(self.post(group, kind, payload))
+
+    def is_over(self, operation: Operation) -> bool:
+        """Whether nobody has to wait for it any more: all have come, or some never will."""
+        return len(operation.brought) == self.world_size or self._is_broken(operation)
 
     def _is_broken(self, operation: Operation) -> bool:
         return any(rank not in operation.brought for rank in self._ended)
@@ -151,14 +151,17 @@ class SimulatedRanks:
 
     def _can_go_on(self, rank: int) -> bool:
         operation = self._waits_for[rank]
-        return operation is None or len(operation.brought) == self.world_size or self._is_broken(operation)
+        return operation is None or self.is_over(operation)
 
     def _pass_on(self, me: int) -> None:
         others = [(me + step) % self.world_size for step in range(1, self.world_size)]
         alive = [rank for rank in others if rank not in self._ended]
-        if self.verdict is None and not any(map(self._can_go_on, alive)):
+        ready = [rank for rank in alive if self._can_go_on(rank)]
+        if not ready:  # those that ask do so when nobody else can go on
+            ready = [rank for rank in (*alive, me) if rank in self._asks]
+        if self.verdict is None and not ready:
             self.stop("deadlock: " + ", ".join(self._describe(rank) for rank in range(self.world_size)), me)
-        to = next((rank for rank in alive if self._can_go_on(rank)), alive[0] if alive else me)
+        to = (ready or alive or [me])[0]
         self._batons[to].release()
 
     def _describe(self, rank: int) -> str:
@@ -185,11 +188,11 @@ class Distributed:
     def __init__(self, ranks: SimulatedRanks) -> None:
         self._ranks = ranks
         self._in_flight: set[int] = set()
-        self._words: dict[str, bytes] = {}
+        kept: dict[str, bytes] = {}
         store = SimpleNamespace(
-            check=lambda keys: all(key in self._words for key in keys),
-            get=lambda key: self._words[key],
-            set=lambda key, value: self._words.update({key: value.encode()}),
+            check=lambda keys: all(key in kept for key in keys),
+            get=kept.__getitem__,
+            set=lambda key, value: kept.update({key: value.encode()}),
         )
         self.distributed_c10d = SimpleNamespace(_get_default_store=lambda: store)
 
@@ -214,7 +217,16 @@ class Distributed:
             for output, brought in zip(outputs, self._ranks.wait(operation), strict=True):
                 output.copy_(brought)
 
-        return SimpleNamespace(wait=wait, is_completed=lambda: self._ranks.poll(operation))
+        asked = False
+
+        def is_completed() -> bool:
+            nonlocal asked
+            if asked:  # the first time as early as can be
+                self._ranks.ask(operation)
+            asked = True
+            return self._ranks.is_over(operation)
+
+        return SimpleNamespace(wait=wait, is_completed=is_completed)
 
     def all_gather_object(self, outputs: list[Any], item: Any, group: Any) -> None:
         brought = self._ranks.meet("exchange", "all_gather_object", pickle.dumps(item))

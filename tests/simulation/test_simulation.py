@@ -22,6 +22,8 @@ from tests.simulation.law import check
 from tests.simulation.mutants import MUTANTS, Mutant
 from tests.simulation.world import World, quiet_worlds, worlds_around
 
+GOES_ON = {"stateful": True, "resume": True}
+
 FOUND = [
     # went wrong once: the tail of a stream at the last step was not stepped on,
     World(("1",), 2, (False,), max_steps=1),
@@ -31,12 +33,12 @@ FOUND = [
     World(("1--", "4--"), epochs=2),
     # and rank 0's own length made the next epoch start elsewhere after a resume
     World(("1", "4"), sized=(True, False), stateful=True, epochs=2, save_after=0, resume=True),
+    # each rank's place was not saved where a SIGTERM came in the last window,
+    World(("13", "4"), sized=(False, False), max_steps=1, sigterm=(1, 1), **GOES_ON),
     # one rank alone changed K before the last window of an epoch
     World(("13", "46"), change=(0, 2), changes_alone=0),
 ]
 """Worlds that went wrong: add what a search prints."""
-
-GOES_ON = {"stateful": True, "resume": True}
 
 TELLING = [
     *FOUND,
@@ -71,6 +73,7 @@ TELLING = [
     World(("13", "46", ""), sized=(False, False, False), epochs=2, sigterm=(0, 0), **GOES_ON),
     World(("", "46", "7"), sized=(True, False, False), epochs=2, sigterm=(2, 5), **GOES_ON),
     World(("135", "4613"), 3, (True, False), epochs=2, sigterm=(1, 11), **GOES_ON),
+    World(("13", "46"), requeue=(1, 3), **GOES_ON),
     World(("135", "46"), 2, epochs=2, requeue=(1, 7), **GOES_ON),
     World(("", "4", ""), 3, (False, False, False), epochs=2, requeue=(0, 0), **GOES_ON),
     World(("1", "4613"), 2, (False, False), epochs=2, requeue=(0, 1), **GOES_ON),

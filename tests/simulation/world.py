@@ -129,6 +129,7 @@ def _later(quiet: World, longest: int) -> Iterator[World]:
         for moment in range(2 * micro_batches + 1) if micro_batches else ():
             yield replace(quiet, sigterm=(rank, moment), stateful=True, resume=True)
             yield replace(quiet, requeue=(rank, moment), stateful=True, resume=True)
+            yield replace(quiet, sigterm=(rank, moment), max_steps=1, stateful=True, resume=True)
     for index in range(micro_batches):
         yield replace(quiet, leave_at=index)
         yield replace(quiet, save_after=index, validate_every=1)
