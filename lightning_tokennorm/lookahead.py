@@ -182,7 +182,7 @@ class LookaheadFetcher(_compat.BaseFetcher):  # type: ignore[misc]
     @property
     def stream_has_ended(self) -> bool:
         """Whether the epoch is over, and its length was not known before on some rank."""
-        return bool(self.done) and math.isinf(self._owner.length)
+        return bool(self.done) and not self.unfinished and math.isinf(self._owner.length)
 
     @property
     def ended(self) -> bool:
