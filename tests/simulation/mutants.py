@@ -347,6 +347,12 @@ MUTANTS = [
         "pass",
     ),
     Mutant(
+        "the last window of a stream is over before its end",
+        Fetcher.stream_has_ended.fget,  # type: ignore[attr-defined]
+        "and not self.unfinished",
+        "",
+    ),
+    Mutant(
         "the end of a stream is known by the own loader",
         Fetcher.stream_has_ended.fget,  # type: ignore[attr-defined]
         "math.isinf(self._owner.length)",

@@ -35,6 +35,8 @@ FOUND = [
     World(("1", "4"), sized=(True, False), stateful=True, epochs=2, save_after=0, resume=True),
     # each rank's place was not saved where a SIGTERM came in the last window,
     World(("13", "4"), sized=(False, False), max_steps=1, sigterm=(1, 1), **GOES_ON),
+    # the last window of a stream that failed was taken for one that is over,
+    World(("1357",), 2, (False,), crash=(0, 3), resume_accumulate=3, **GOES_ON),
     # one rank alone changed K before the last window of an epoch
     World(("13", "46"), change=(0, 2), changes_alone=0),
 ]

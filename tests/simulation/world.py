@@ -161,4 +161,6 @@ def _later(quiet: World, longest: int) -> Iterator[World]:
         for index in range(longest):
             yield replace(quiet, counter_fails=(0, index), stateful=True, resume=True)
         for index in range(micro_batches):
-            yield replace(quiet, crash=(0, index), stateful=True, resume=True)
+            other = quiet.accumulate % 3 + 1
+            for accumulate in (None, other):
+                yield replace(quiet, crash=(0, index), stateful=True, resume=True, resume_accumulate=accumulate)
