@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +16,7 @@ from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.exchange import WindowExchange
 from lightning_tokennorm.lookahead import LookaheadFetcher
 from lightning_tokennorm.strategies import checkpoints
+from lightning_tokennorm.strategies.manual import WindowInHand
 from lightning_tokennorm.strategies.signals import Signals
 
 
@@ -48,6 +50,9 @@ class WindowFeed:
         self._find_problem = find_problem
         self._connected = False
         self._took_too_early = False
+        self.window: WindowInHand | None = None
+        """The window in hand; ``None`` before the first."""
+        self._restore_accumulation: Callable[[], None] = lambda: None
         self._restore_fetcher = _compat.replace_fetcher(trainer, self._new_fetcher, self._agree_on_length)
 
     def connect(self, exchange: WindowExchange) -> None:
@@ -57,9 +62,18 @@ class WindowFeed:
             _compat.forget_loaders(self.trainer)
         self._took_too_early, self._connected = False, True
 
+    def accumulate_by_hand(self, accumulate: int) -> None:
+        """Let windows have this length under manual optimization, where Lightning itself allows 1 only.
+
+        Its loops go by the Trainer's number: when gradients are cleared for a validation, and what loggers count.
+        """
+        self._restore_accumulation = partial(setattr, self.trainer, "accumulate_grad_batches", 1)
+        self.trainer.accumulate_grad_batches = accumulate
+
     def close(self) -> None:
-        """Give Lightning its own fetcher and handlers back."""
+        """Give Lightning its own fetcher, handlers and number of micro-batches back."""
         self._restore_fetcher()
+        self._restore_accumulation()
         if self.signals is not None:
             self.signals.restore()
 
@@ -127,6 +141,7 @@ class WindowFeed:
                 f" {plan.micro_batches} micro-batches of the window: it is left out, no parameter changes. If that is"
                 " not what the data should be, look at the labels and at `count_tokens`; `on_empty='error'` raises."
             )
+        self.window = None if plan is None else WindowInHand(plan, windows)
         if windows.asked_to_requeue:
             self._save_and_requeue()
         if windows.asked_to_end:

@@ -22,6 +22,11 @@ from lightning_tokennorm.grad_scaler import ConstantScale
 from lightning_tokennorm.reduction import Reduction
 from lightning_tokennorm.strategies import checkpoints, failures
 from lightning_tokennorm.strategies.feed import WindowFeed
+from lightning_tokennorm.strategies.manual import (
+    ManualOptimization,
+    WindowInHand,
+    refuse_wrong_place_of_accumulation,
+)
 from lightning_tokennorm.strategies.options import Options
 from lightning_tokennorm.strategies.refusals import refuse_module
 from lightning_tokennorm.strategies.signals import Signals
@@ -52,6 +57,7 @@ class FitLifecycle(ParallelStrategy):
         on_empty: Literal["skip", "error"] = "skip",
         uneven: Literal["pad", "error"] = "pad",
         audit: bool = False,
+        accumulate_grad_batches: int | None = None,
         **host_kwargs: Any,
     ) -> None:
         self._options = Options.checked(
@@ -62,6 +68,7 @@ class FitLifecycle(ParallelStrategy):
             on_empty=on_empty,
             uneven=uneven,
             audit=audit,
+            accumulate_grad_batches=accumulate_grad_batches,
         )
         super().__init__(**host_kwargs)
         _compat.warn_of_other_namespace(frames=2)
@@ -73,6 +80,7 @@ class FitLifecycle(ParallelStrategy):
         self._left_off_at: checkpoints.Progress | None = None
         self._feed: WindowFeed | None = None  # there while fitting
         self._has_no_batch = False  # a transfer hook returned None
+        self._manual: ManualOptimization | None = None  # there while fitting a module that optimizes by itself
 
     @property
     def count_tokens(self) -> TokenCounter:
@@ -110,6 +118,14 @@ class FitLifecycle(ParallelStrategy):
             return None
         return self._feed.windows.num_tokens_in_hand()
 
+    @property
+    def window(self) -> WindowInHand | None:
+        """The accumulation window in hand, with ``is_last`` and ``num_tokens``; ``None`` outside of training.
+
+        For manual optimization: a ``training_step`` lets its optimizers step where ``is_last`` is true.
+        """
+        return None if self._feed is None else self._feed.window
+
     # ---- what a host says
 
     def _reduction(self) -> Reduction:
@@ -145,6 +161,9 @@ class FitLifecycle(ParallelStrategy):
                 self.launcher.kill(signal.SIGKILL)
             raise
         if self._feed is not None:
+            assert self.lightning_module is not None
+            if not self.lightning_module.automatic_optimization:
+                self._feed.accumulate_by_hand(self._options.accumulate_grad_batches or 1)
             self._feed.connect(self._new_exchange(self._reduction()))
 
     def _new_exchange(self, reduction: Reduction) -> WindowExchange:
@@ -160,6 +179,10 @@ class FitLifecycle(ParallelStrategy):
         if not fitting:
             return
         self._check_setup()
+        assert self.lightning_module is not None
+        assert self.model is not None
+        if not self.lightning_module.automatic_optimization:
+            self._manual = ManualOptimization(self.model, self.optimizers)
         feed, reduction = self._feed_in_use, self._reduction()
         feed.windows = WindowAccounting(
             feed.exchange,
@@ -182,7 +205,9 @@ class FitLifecycle(ParallelStrategy):
 
     def _refuse_impossible_setup(self) -> None:
         assert self.lightning_module is not None
-        refuse_module(self.lightning_module, type(self).__name__)
+        name, automatic = type(self).__name__, self.lightning_module.automatic_optimization
+        refuse_module(self.lightning_module, name)
+        refuse_wrong_place_of_accumulation(automatic, self._options.accumulate_grad_batches, name)
         if self.handles_gradient_accumulation:
             raise MisconfigurationException(
                 f"`{type(self).__name__}.handles_gradient_accumulation` is True, so losses would be divided by"
@@ -254,7 +279,9 @@ class FitLifecycle(ParallelStrategy):
                 self._left_off_at = self._progress("teardown", together=False)
             self._close_window()
             feed.close()
-        self._feed = self._trace = None
+        if self._manual is not None:
+            self._manual.close()
+        self._feed = self._trace = self._manual = None
         super().teardown()
 
     @override
