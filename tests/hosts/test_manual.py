@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -430,41 +432,53 @@ class NoBackwardWithoutTokens(ManualScalar):
 # ---- what else a window is for
 
 
-class Logged(Callback):
-    """What is logged for each update, and the record of it."""
+class Records(Callback):
+    """The record of each update."""
 
     def __init__(self) -> None:
-        self.values: list[tuple[float, float]] = []
         self.records: list[Any] = []
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        metrics = trainer.logged_metrics
         if trainer.strategy.window.is_last:
             record = trainer.strategy.last_update
             self.records.append((record.num_tokens, record.loss_sum.item(), record.applied))
-        if "train_tokens" in metrics and (not self.values or self.values[-1][1] != metrics["train_tokens"].item()):
-            self.values.append((metrics["train_loss_per_token_step"].item(), metrics["train_tokens"].item()))
 
 
-def fit_with_metric(rank: int, world_size: int) -> list[Any]:
-    logged = Logged()
+class CountsSteps(ManualScalar):
+    """Has an attribute that a step changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        return super().training_step(batch, batch_idx)
+
+
+def fit_with_metric(rank: int, world_size: int, folder: Path) -> list[Any]:
+    records, module = Records(), CountsSteps()
     trainer = make_trainer(
         world_size,
         strategy=TokenNormDDP(accumulate_grad_batches=3),
-        callbacks=[TokenMeanMetric(), logged],
-        logger=True,
+        callbacks=[records, TokenMeanMetric()],
+        logger=CSVLogger(folder),
     )
-    trainer.fit(ManualScalar(), make_loader(R2[rank]))
-    return [logged.records, trainer.callback_metrics["train_loss_per_token_epoch"].item()]
+    trainer.fit(module, make_loader(R2[rank][: 5 - rank]))
+    return [records.records, trainer.callback_metrics["train_loss_per_token_epoch"].item(), module.steps]
 
 
-def test_metric_and_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (first, epoch), (second, _) = run_ranks(fit_with_metric, 2)
-    # t = 1, so S = n * x: 16 and 26 in the first window, 8 and 14 in the second
-    assert first == [(24, 16.0, True), (16, 8.0, True)]
-    assert second == [(24, 26.0, True), (16, 14.0, True)]
-    assert epoch == pytest.approx(64 / 40, rel=1e-12)
+def test_metric_and_records(tmp_path: Path) -> None:
+    (first, epoch, steps), (second, _, fewer) = run_ranks(fit_with_metric, 2, tmp_path)
+    # t = 1, so S = n * x: 16 and 26 in the first window, 8 and 4 in the second, of which rank 1 has one micro-batch
+    assert first == [(24, 16.0, True), (6, 8.0, True)]
+    assert second == [(24, 26.0, True), (6, 4.0, True)]
+    assert epoch == pytest.approx(54 / 30, rel=1e-12)
+    assert (steps, fewer) == (5, 4)
+    with (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["train_tokens"]]
+    logged = [(int(row["step"]), float(row["train_loss_per_token_step"]), float(row["train_tokens"])) for row in rows]
+    assert logged == [(0, 42 / 24, 24.0), (1, 12 / 6, 6.0)]
 
 
 def count_reductions(rank: int, world_size: int) -> int:
