@@ -300,7 +300,9 @@ class FitLifecycle(ParallelStrategy):
         assert feed.fetcher is not None
         # Loaders are told apart by the rank in the world, of which the group may be a part.
         together &= feed.exchange.world_size == self.world_size
-        return checkpoints.take_progress(feed.fetcher, feed.exchange, purpose, together=together)
+        return checkpoints.take_progress(
+            feed.fetcher, feed.exchange, purpose, together=together, updates=feed.updates_to_keep
+        )
 
     @override
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

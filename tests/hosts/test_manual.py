@@ -234,11 +234,34 @@ class TwoNetworks(LightningModule):
 
 def fit_two_networks(rank: int, world_size: int) -> list[Any]:
     module = TwoNetworks()
-    trainer = make_trainer(
-        world_size, strategy=TokenNormDDP(accumulate_grad_batches=3, find_unused_parameters=True), max_epochs=1
-    )
+    trainer = make_trainer(world_size, strategy=TokenNormDDP(accumulate_grad_batches=3, find_unused_parameters=True))
     trainer.fit(module, make_loader(R2[rank]))
     return [module.gradients, trainer.global_step, trainer.accumulate_grad_batches]
+
+
+class XAxis(Callback):
+    """The step that loggers are given with each update."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.strategy.window.is_last:
+            self.steps.append(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def test_loggers_count_windows_and_not_steps(tmp_path: Path) -> None:
+    """Six windows of two steps each; saved inside the second, from where a run goes on with it."""
+
+    def fit_on(**options: Any) -> list[int]:
+        axis = XAxis()
+        strategy = TokenNormDDP(accumulate_grad_batches=2, find_unused_parameters=True)
+        trainer = make_trainer(1, strategy=strategy, max_epochs=2, callbacks=[axis, *options.pop("callbacks", [])])
+        trainer.fit(TwoNetworks(), make_loader(R2[0]), **options)
+        return axis.steps
+
+    assert fit_on(callbacks=[Saves(tmp_path / "inside.ckpt", at=2)]) == [0, 1, 2, 3, 4, 5]
+    assert fit_on(ckpt_path=tmp_path / "inside.ckpt") == [1, 2, 3, 4, 5]
 
 
 def test_two_optimizers() -> None:
@@ -499,11 +522,11 @@ def test_ddp_reduces_once_per_window() -> None:
 class Saves(Callback):
     """Writes a checkpoint inside a window, and goes on."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, at: int = 3) -> None:
+        self.path, self.at = path, at
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (trainer.current_epoch, batch_idx) == (0, 3):
+        if (trainer.current_epoch, batch_idx) == (0, self.at):
             trainer.save_checkpoint(self.path)
 
 
