@@ -44,7 +44,7 @@ def measure(place: Place, preset: Preset) -> list[Case]:
     job = Job(place, preset.hosts_size, pool, 1, 1, 2, sleep_s=preset.hosts_sleep_s)
     warm_up(job, [entrant for entrants in hosts.values() for entrant in entrants])
     for accumulate in preset.hosts_accumulates:
-        job = replace(job, accumulate=accumulate, windows=preset.windows(accumulate))
+        job = replace(job, accumulate=accumulate, windows=preset.windows(accumulate, preset.hosts_timed_micro_batches))
         for host, entrants in hosts.items():
             if accumulate == 1:  # there is but one reduction anyway
                 entrants = [entrant for entrant in entrants if not entrant.name.endswith(ONCE)]

@@ -51,6 +51,8 @@ class Preset:
     """The transformer whose memory is looked at there."""
     hosts_sleep_s: float
     """Seconds that it sleeps besides."""
+    hosts_timed_micro_batches: int
+    """Micro-batches of a fit that are timed there, a window more: with thirteen contestants fewer than elsewhere."""
     hosts_world_sizes: tuple[int, ...]
     """W of the mode `hosts`."""
     hosts_accumulates: tuple[int, ...]
@@ -78,9 +80,9 @@ class Preset:
         """W of the mode `loader`: the ranks that two cores carry."""
         return min(2, max(self.world_sizes))
 
-    def windows(self, accumulate: int) -> int:
+    def windows(self, accumulate: int, timed_micro_batches: int | None = None) -> int:
         """Windows that a fit begins: the first to warm up, the last to end the one before it, one or more timed."""
-        return 3 + self.timed_micro_batches // accumulate
+        return 3 + (timed_micro_batches or self.timed_micro_batches) // accumulate
 
 
 CPU = Preset(
@@ -93,8 +95,9 @@ CPU = Preset(
     world_sizes=(1, 2, 4),
     accumulates=(1, 4, 16),
     hosts_size=Size(layers=2, hidden=192, heads=4, vocabulary=256, length=16),  # 1.0 M parameters
-    hosts_weighed_size=Size(layers=4, hidden=384, heads=4, vocabulary=256, length=16),  # 7.3 M parameters
+    hosts_weighed_size=Size(layers=2, hidden=384, heads=4, vocabulary=256, length=16),  # 3.8 M parameters
     hosts_sleep_s=0.01,
+    hosts_timed_micro_batches=8,
     hosts_world_sizes=(1, 2),
     hosts_accumulates=(1, 4, 16),
     loader_accumulates=(8, 32),
@@ -130,6 +133,7 @@ QUICK = replace(
     hosts_size=Size(layers=1, hidden=16, heads=2, vocabulary=32, length=32),
     hosts_weighed_size=Size(layers=1, hidden=16, heads=2, vocabulary=32, length=32),
     hosts_sleep_s=0.0,
+    hosts_timed_micro_batches=2,
     hosts_world_sizes=(2,),
     hosts_accumulates=(3,),
     loader_accumulates=(3,),
