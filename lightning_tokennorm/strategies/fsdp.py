@@ -42,10 +42,11 @@ class TokenNormFSDP(ShardedStrategy, FSDPStrategy):
         uneven: See there.
         audit: See there.
         accumulate_grad_batches: See there.
-        sync_each_micro_batch: Whether gradients are reduced after every micro-batch, as `FSDPStrategy` does. With
-            ``False`` they are reduced once per update: ``K`` times less of that communication, for the memory of the
-            whole model's gradients on each rank; with mixed precision they are added up in the type that is computed
-            in. Accumulation with ``cpu_offload`` needs ``False``.
+        sync_each_micro_batch: Whether gradients are reduced after every micro-batch, so that each rank keeps its shard
+            of them only. With ``False`` they are reduced once per update, as `FSDPStrategy` does with automatic
+            optimization: ``K`` times less of that communication, for the memory of the whole model's gradients on each
+            rank; with mixed precision they are added up in the type that is computed in. Accumulation with
+            ``cpu_offload`` needs ``False``.
         **fsdp_kwargs: Passed on to `FSDPStrategy`, and by it to `torch.distributed.fsdp.FullyShardedDataParallel`.
 
     Raises:
