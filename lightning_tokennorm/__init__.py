@@ -11,12 +11,14 @@ from lightning_tokennorm import _compat
 from lightning_tokennorm.callbacks import TokenMeanMetric
 from lightning_tokennorm.counting import SupervisedTokens
 from lightning_tokennorm.errors import TokenNormError
+from lightning_tokennorm.heads import Heads
 from lightning_tokennorm.loops import TokenWindow, token_windows
 from lightning_tokennorm.metric import TokenMean
 from lightning_tokennorm.strategies import TokenNormDDP, TokenNormFSDP, TokenNormModelParallel
 from lightning_tokennorm.window import UpdateRecord
 
 __all__ = [
+    "Heads",
     "SupervisedTokens",
     "TokenMean",
     "TokenMeanMetric",

@@ -21,6 +21,7 @@ def parameters(function: object) -> dict[str, object]:
 
 def test_names() -> None:
     assert set(package.__all__) == {
+        "Heads",
         "SupervisedTokens",
         "TokenMean",
         "TokenMeanMetric",
@@ -42,6 +43,7 @@ def test_signatures() -> None:
         "on_empty": "skip",
         "uneven": "pad",
         "audit": False,
+        "head_weights": None,
         "accumulate_grad_batches": None,
         "ddp_hook_reduces": None,
         "ddp_kwargs": None,
@@ -53,6 +55,7 @@ def test_signatures() -> None:
         "on_empty": "skip",
         "uneven": "pad",
         "audit": False,
+        "head_weights": None,
         "accumulate_grad_batches": None,
         "sync_each_micro_batch": True,
     }
@@ -95,6 +98,7 @@ def test_signatures() -> None:
         "applied",
         "skipped_because",
         "padded_micro_batches",
+        "heads",
     ]
     assert issubclass(package.TokenNormError, RuntimeError)
 
