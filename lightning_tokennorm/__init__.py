@@ -14,6 +14,7 @@ from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.loops import TokenWindow, token_windows
 from lightning_tokennorm.metric import TokenMean
 from lightning_tokennorm.strategies import TokenNormDDP, TokenNormFSDP, TokenNormModelParallel
+from lightning_tokennorm.weights import token_weight_report
 from lightning_tokennorm.window import UpdateRecord
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "TokenNormModelParallel",
     "TokenWindow",
     "UpdateRecord",
+    "token_weight_report",
     "token_windows",
 ]
 __version__ = "0.1.0"

@@ -30,6 +30,7 @@ def test_names() -> None:
         "TokenNormModelParallel",
         "TokenWindow",
         "UpdateRecord",
+        "token_weight_report",
         "token_windows",
     }
 
@@ -72,6 +73,13 @@ def test_signatures() -> None:
         "loss_reduction": "mean",
         "on_empty": "skip",
         "uneven": "pad",
+    }
+    assert parameters(package.token_weight_report) == {
+        "loader": None,
+        "accumulate": None,
+        "world_size": 1,
+        "count_tokens": None,
+        "windows": None,
     }
     assert list(parameters(package.TokenWindow.backward)) == ["self", "loss", "backward"]
     assert parameters(package.SupervisedTokens) == {"labels": "labels", "ignore_index": -100, "shift": "auto"}
