@@ -8,7 +8,7 @@ Importing the package registers the strategy names ``tokennorm_ddp``, ``tokennor
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_tokennorm import _compat
-from lightning_tokennorm.callbacks import TokenMeanMetric
+from lightning_tokennorm.callbacks import TokenBudget, TokenMeanMetric, TokenThroughput, TokenWeightMonitor
 from lightning_tokennorm.counting import SupervisedTokens
 from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.loops import TokenWindow, token_windows
@@ -19,12 +19,15 @@ from lightning_tokennorm.window import UpdateRecord
 
 __all__ = [
     "SupervisedTokens",
+    "TokenBudget",
     "TokenMean",
     "TokenMeanMetric",
     "TokenNormDDP",
     "TokenNormError",
     "TokenNormFSDP",
     "TokenNormModelParallel",
+    "TokenThroughput",
+    "TokenWeightMonitor",
     "TokenWindow",
     "UpdateRecord",
     "token_weight_report",

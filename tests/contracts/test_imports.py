@@ -76,6 +76,14 @@ ALLOWED: dict[str, set[str]] = {
     "callbacks/bars": {"lightning"},
     "callbacks/batch_sums": {"torch", "counting", "window"},
     "callbacks/monitors": {"lightning", "_compat"},
+    "callbacks/batch_tokens": {"torch", "lightning", "counting"},
+    "callbacks/per_update": {
+        *("torch", "torchmetrics", "lightning", "typing_extensions"),
+        *("_compat", "callbacks", "counting"),
+    },
+    "callbacks/weight_monitor": {"torch", "torchmetrics", "typing_extensions", "callbacks", "counting"},
+    "callbacks/throughput": {"torch", "torchmetrics", "lightning", "typing_extensions", "callbacks", "counting"},
+    "callbacks/budget": {"torch", "torchmetrics", "lightning", "typing_extensions", "callbacks", "counting"},
     "callbacks/token_mean": {
         *("torch", "torchmetrics", "lightning", "typing_extensions"),
         *("_compat", "callbacks", "counting", "metric", "window"),

@@ -22,12 +22,15 @@ def parameters(function: object) -> dict[str, object]:
 def test_names() -> None:
     assert set(package.__all__) == {
         "SupervisedTokens",
+        "TokenBudget",
         "TokenMean",
         "TokenMeanMetric",
         "TokenNormDDP",
         "TokenNormError",
         "TokenNormFSDP",
         "TokenNormModelParallel",
+        "TokenThroughput",
+        "TokenWeightMonitor",
         "TokenWindow",
         "UpdateRecord",
         "token_weight_report",
@@ -89,6 +92,9 @@ def test_signatures() -> None:
         "loss_reduction": None,
         "perplexity": False,
     }
+    assert parameters(package.TokenWeightMonitor) == {"count_tokens": None}
+    assert parameters(package.TokenThroughput) == {"count_tokens": None, "count_all_tokens": None}
+    assert parameters(package.TokenBudget) == {"max_tokens": None, "count_tokens": None}
     assert list(parameters(package.TokenMean.update)) == ["self", "loss_sum", "num_tokens"]
     assert [field.name for field in dataclasses.fields(package.UpdateRecord)] == [
         "index",
