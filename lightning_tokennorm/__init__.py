@@ -8,7 +8,13 @@ Importing the package registers the strategy names ``tokennorm_ddp``, ``tokennor
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_tokennorm import _compat
-from lightning_tokennorm.callbacks import TokenBudget, TokenMeanMetric, TokenThroughput, TokenWeightMonitor
+from lightning_tokennorm.callbacks import (
+    TokenBudget,
+    TokenMeanMetric,
+    TokenThroughput,
+    TokenWeightMonitor,
+    UpdateLedger,
+)
 from lightning_tokennorm.counting import SupervisedTokens
 from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.loops import TokenWindow, token_windows
@@ -29,6 +35,7 @@ __all__ = [
     "TokenThroughput",
     "TokenWeightMonitor",
     "TokenWindow",
+    "UpdateLedger",
     "UpdateRecord",
     "token_weight_report",
     "token_windows",

@@ -32,6 +32,7 @@ def test_names() -> None:
         "TokenThroughput",
         "TokenWeightMonitor",
         "TokenWindow",
+        "UpdateLedger",
         "UpdateRecord",
         "token_weight_report",
         "token_windows",
@@ -94,6 +95,7 @@ def test_signatures() -> None:
     }
     assert parameters(package.TokenWeightMonitor) == {"count_tokens": None}
     assert parameters(package.TokenThroughput) == {"count_tokens": None, "count_all_tokens": None}
+    assert parameters(package.UpdateLedger) == {"path": None}
     assert parameters(package.TokenBudget) == {"max_tokens": None, "count_tokens": None}
     assert list(parameters(package.TokenMean.update)) == ["self", "loss_sum", "num_tokens"]
     assert [field.name for field in dataclasses.fields(package.UpdateRecord)] == [

@@ -22,6 +22,7 @@ from lightning_tokennorm.callbacks.weight_monitor import WeightSpread
 from tests.distributed.test_metric import read_csv
 from tests.helpers.launch import run_ranks
 from tests.helpers.scalar_rig import R0, R1, R2, ScalarModule, Table, make_loader, make_trainer
+from tests.trainer.test_precision import Rig, precision_options
 from tests.trainer.test_token_mean import fresh
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
@@ -271,6 +272,16 @@ def test_updates_that_were_skipped_are_not_trained_on() -> None:
     table: Table = [[(3, 1), (5, 1), (0, 0), (0, 0), (1, 1), (3, 1), (2, 1), (2, 1)]]
     (seen,) = run_ranks(fit_to_budget, 1, "tokennorm", table, 9, {"accumulate_grad_batches": 2})
     assert seen[:2] == (3, 12)
+
+
+def test_updates_that_overflowed_are_not_trained_on() -> None:
+    budget = TokenBudget(8)
+    trainer = make_trainer(
+        1, strategy=TokenNormDDP(), callbacks=[budget], max_epochs=2, **precision_options("16-mixed")
+    )
+    # 5 tokens whose gradient times the scale overflows, then 3, in each of two epochs
+    trainer.fit(Rig("16-mixed"), make_loader([(5, 1e38), (3, 1)]))
+    assert (budget.tokens, trainer.global_step) == (6, 4)
 
 
 class LeavesOut(ScalarModule):
