@@ -157,9 +157,9 @@ def test_losses_are_exchanged_where_lightning_logs(tmp_path: Path, monkeypatch: 
 def test_a_loss_that_is_not_finite_is_readable_json(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     trainer = make_trainer(1, strategy=TokenNormDDP(), callbacks=[UpdateLedger(path)])
-    trainer.fit(ScalarModule(), make_loader([(2, math.nan), (1, 3)]))
+    trainer.fit(ScalarModule(), make_loader([(2, math.nan)]))
     assert "NaN" not in path.read_text()
-    assert [math.isnan(entry["loss_sum"]) for entry in read_ledger(path)] == [True, False]
+    assert [math.isnan(entry["loss_sum"]) for entry in read_ledger(path)] == [True]
     assert problems_of(read_ledger(path)) == []
 
 
