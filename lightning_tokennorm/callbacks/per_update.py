@@ -57,9 +57,15 @@ class PerUpdate(Callback):
         """Add the supervised tokens of a micro-batch of this rank."""
         raise NotImplementedError
 
-    def values(self) -> Mapping[str, Any]:
-        """The values of the update that is over, by name; ``None`` for nothing. Called by all ranks: may exchange."""
+    def values(self) -> Mapping[str, Tensor | None]:
+        """The values of the update that is over, by name: tensors of shape ``()``, or ``None`` for nothing.
+
+        Called by all ranks: may exchange.
+        """
         raise NotImplementedError
+
+    def end_update(self) -> None:
+        """Do what is to be done at the end of every update, logged or not."""
 
     def start_update(self) -> None:
         """Start with the next update's micro-batches."""
@@ -90,13 +96,15 @@ class PerUpdate(Callback):
         # Whether the window ended is what Lightning did, not what K says by now: any hook may have changed it.
         stepped, self._updates = trainer.global_step != self._updates, trainer.global_step
         is_over = stepped or not pl_module.automatic_optimization
+        if is_over:
+            self.end_update()
         if is_over or self._has_values:  # Lightning, where K has changed, would write them again as the next update's
             logs = is_over and (self._exchanges_all or _compat.logs_this_update(trainer))
             self._log(pl_module, self.values() if logs else {})
         if is_over:
             self.start_update()
 
-    def _log(self, pl_module: pl.LightningModule, values: Mapping[str, Any]) -> None:
+    def _log(self, pl_module: pl.LightningModule, values: Mapping[str, Tensor | None]) -> None:
         for name, metric in self._logged.items():
             _compat.set_step_value(metric, values.get(name))
             pl_module.log(name, metric, on_step=True, on_epoch=False, batch_size=1, metric_attribute=name)

@@ -114,7 +114,7 @@ class TokenThroughput(PerUpdate):
         self._sums.update(0, tokens)
 
     @override
-    def values(self) -> Mapping[str, Any]:
+    def values(self) -> Mapping[str, Tensor | None]:
         self._sums.sums.cpu()  # waits for the device, which has all that came before to do
         now = time.perf_counter()
         self._sums.update(2, now - self._since)

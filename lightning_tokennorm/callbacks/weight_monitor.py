@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_tokennorm import _compat
+from lightning_tokennorm.callbacks.gradient_distance import GradientDistance
 from lightning_tokennorm.callbacks.per_update import PerUpdate
 from lightning_tokennorm.counting import Count, TokenCounter
+
+SPREAD = "train_token_weight_spread"
+DISTANCE = "train_gradient_distance"
 
 
 class WeightSpread(Metric):
@@ -66,15 +73,20 @@ class TokenWeightMonitor(PerUpdate):
     ``K`` and ``W`` are; NaN for an update without tokens. Under a strategy of this package all tokens weigh the same,
     and the value says what that spares the run.
 
-    It looks at counts only. Ranks exchange them (one collective) where Lightning logs the update
+    The spread needs counts only. Ranks exchange them (one collective) where Lightning logs the update
     (``Trainer(log_every_n_steps=...)``), and at each one where Lightning monitors the value.
 
     Args:
         count_tokens: Counts the supervised tokens of a batch. Default: the strategy's counter where it has one, else
             `SupervisedTokens()`, which looks at the module.
+        gradient_windows: For how many updates at the start to measure what the weights do to the gradient, too: logged
+            is ``train_gradient_distance``, the relative L2 distance of plain DDP's gradient from the mean over tokens,
+            and `gradient_distances` keeps the values, which are also said when the last one is there. Each micro-batch
+            of these updates runs a second backward, and two more gradients are held. DDP and single devices only.
 
     Raises:
-        TypeError: ``count_tokens`` is not callable.
+        TypeError: ``count_tokens`` is not callable, or ``gradient_windows`` is not an int.
+        ValueError: ``gradient_windows`` is negative.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -82,11 +94,46 @@ class TokenWeightMonitor(PerUpdate):
         >>> trainer = Trainer(accelerator="cpu", logger=False, callbacks=[TokenWeightMonitor()])  # any strategy
     """
 
-    names = ("train_token_weight_spread",)
-
-    def __init__(self, *, count_tokens: TokenCounter | None = None) -> None:
+    def __init__(self, *, count_tokens: TokenCounter | None = None, gradient_windows: int = 0) -> None:
         super().__init__(count_tokens)
+        if isinstance(gradient_windows, bool) or not isinstance(gradient_windows, int):
+            raise TypeError(
+                f"`TokenWeightMonitor(gradient_windows=...)` got {gradient_windows!r}; expected a number of updates."
+            )
+        if gradient_windows < 0:
+            raise ValueError(
+                f"`TokenWeightMonitor(gradient_windows=...)` got {gradient_windows}; expected a number from 0 upwards."
+            )
+        self.names = (SPREAD, DISTANCE) if gradient_windows else (SPREAD,)
+        self.gradient_windows = gradient_windows
+        self.gradient_distances: list[float] = []
+        """Of each update that was measured."""
         self._spread = WeightSpread()
+        self._distance: GradientDistance | None = None
+        self._latest_distance: float | None = None
+        self._stop_watching: Callable[[], Any] = _nothing
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._end_measuring()
+        if self.gradient_windows:
+            GradientDistance.check(trainer, pl_module)
+            self.gradient_distances = []
+            self._distance = GradientDistance(trainer, pl_module)
+            self._stop_watching = _compat.watch_training_steps(trainer, self._distance.note)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end_measuring()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._end_measuring()
+
+    def _end_measuring(self) -> None:
+        self._stop_watching()
+        self._stop_watching, self._distance = _nothing, None
 
     @override
     def start(self, device: torch.device) -> None:
@@ -95,11 +142,40 @@ class TokenWeightMonitor(PerUpdate):
     @override
     def add(self, tokens: Count | Tensor) -> None:
         self._spread.update(tokens)
+        if self._distance is not None:
+            self._distance.add(tokens)
 
     @override
-    def values(self) -> Mapping[str, Any]:
-        return {self.names[0]: self._spread.compute().cpu()}
+    def end_update(self) -> None:
+        self._latest_distance = None if self._distance is None else self._distance.end_window()
+        if self._latest_distance is not None:
+            self.gradient_distances.append(self._latest_distance)
+        if self._distance is None or (
+            self._latest_distance is not None and len(self.gradient_distances) < self.gradient_windows
+        ):
+            return
+        self._end_measuring()
+        if self.gradient_distances:
+            listed = ", ".join(f"{distance:.3g}" for distance in self.gradient_distances)
+            rank_zero_info(
+                f"`TokenWeightMonitor`: plain DDP's gradient of the first updates is off by {listed} (relative L2"
+                " distance from the mean over tokens)."
+            )
+
+    @override
+    def values(self) -> Mapping[str, Tensor | None]:
+        distance = self._latest_distance
+        return {
+            SPREAD: self._spread.compute().cpu(),
+            DISTANCE: None if distance is None else torch.tensor(distance, dtype=torch.float64),
+        }
 
     @override
     def start_update(self) -> None:
         self._spread.reset()
+        if self._distance is not None:
+            self._distance.start_window()
+
+
+def _nothing() -> None:
+    """Nothing to undo."""

@@ -93,7 +93,7 @@ def test_signatures() -> None:
         "loss_reduction": None,
         "perplexity": False,
     }
-    assert parameters(package.TokenWeightMonitor) == {"count_tokens": None}
+    assert parameters(package.TokenWeightMonitor) == {"count_tokens": None, "gradient_windows": 0}
     assert parameters(package.TokenThroughput) == {"count_tokens": None, "count_all_tokens": None}
     assert parameters(package.UpdateLedger) == {"path": None}
     assert parameters(package.TokenBudget) == {"max_tokens": None, "count_tokens": None}

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lightning_tokennorm import TokenBudget, TokenMeanMetric, TokenNormDDP, TokenThroughput, TokenWeightMonitor
 from lightning_tokennorm.callbacks.throughput import tokens_without_padding
@@ -114,6 +115,89 @@ def test_spread_of_counts_on_a_device_and_of_weights() -> None:
         for count in counts:
             spread.update(count)
         assert spread.compute() == 4.0
+
+
+# ---- what the weights do to the gradient
+
+
+class Checkpointed(ScalarModule):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        inner = super().loss
+        loss: Tensor = checkpoint(lambda t: inner(batch), self.t, use_reentrant=True)
+        return loss
+
+
+def fit_with_gradients(
+    rank: int, world_size: int, kind: str, table: Table, accumulate: int, windows: int, reduction: str = "mean"
+) -> tuple[list[float], list[Any], list[float]]:
+    monitor = TokenWeightMonitor(gradient_windows=windows)
+    updates = Updates("train_gradient_distance")
+    strategy = TokenNormDDP(loss_reduction="sum") if reduction == "sum" else STRATEGIES[kind]()
+    trainer = make_trainer(
+        world_size,
+        strategy=strategy,
+        accumulate_grad_batches=accumulate,
+        callbacks=[monitor, TokenMeanMetric(), updates],
+    )
+    module = ScalarModule(reduction)
+    trainer.fit(module, make_loader(table[rank]))
+    return monitor.gradient_distances, updates.seen, module.gradients
+
+
+@KINDS
+def test_distance_of_the_gradients(kind: str) -> None:
+    # The gradient of a micro-batch's mean is its x. R2, both ranks: (1 + 5 + 2 + 2 + 1 + 3) / 6 = 7/3 where 42 / 24 =
+    # 7/4 is right, off by 1/3; then (1 + 5 + 2 + 1) / 6 = 3/2 where 22 / 16 = 11/8, off by 1/11. Rank 0 alone: 8/3
+    # where 16 / 8 = 2, off by 1/3, then 6 / 3 = 2 where 8 / 4 = 2.
+    alone = kind == "single device"
+    right = [1 / 3, 0.0] if alone else [1 / 3, 1 / 11]
+    trained = {"tokennorm": [1.75, 1.375], "ddp": [7 / 3, 3 / 2], "single device": [8 / 3, 2.0]}[kind]
+    for distances, logged, gradients in run_ranks(fit_with_gradients, 1 if alone else 2, kind, R2, 3, 5):
+        assert distances == pytest.approx(right, abs=1e-12)
+        assert [each[0] for each in logged] == pytest.approx(right, abs=1e-6)
+        assert gradients == pytest.approx(trained, abs=1e-12)  # as without the monitor
+
+
+def test_distance_over_fewer_windows_of_sums_and_with_an_empty_rank() -> None:
+    for distances, logged, gradients in run_ranks(fit_with_gradients, 2, "tokennorm", R2, 3, 1, "sum"):
+        assert distances == [pytest.approx(1 / 3, abs=1e-12)]
+        assert logged[0][0] == pytest.approx(1 / 3, abs=1e-6)
+        assert gradients == pytest.approx([1.75, 1.375], abs=1e-12)
+    # rank 0 without tokens: (1 + 4) / (2 * 2) where 12 / 6 = 2 is right, off by 3/8
+    for distances, _, gradients in run_ranks(fit_with_gradients, 2, "tokennorm", R0, 2, 1):
+        assert distances == [pytest.approx(3 / 8, abs=1e-12)]
+        assert gradients == [2.0]
+
+
+class SetsKAtBatch(Callback):
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.fit_loop.batch_idx == 2:
+            trainer.accumulate_grad_batches = 1
+
+
+@pytest.mark.parametrize("monitor_first", [True, False])
+def test_who_watches_losses_beside_the_monitor_goes_on_when_it_ends(monitor_first: bool) -> None:
+    callbacks: list[Callback] = [TokenWeightMonitor(gradient_windows=1), TokenMeanMetric()]
+    updates = Updates("train_loss_per_token_step")
+    callbacks = callbacks if monitor_first else callbacks[::-1]
+    trainer = make_trainer(1, accumulate_grad_batches=2, callbacks=[*callbacks, updates, SetsKAtBatch()])
+    # K = 2, then 1: losses of 3 per token stay 3, since what they were divided by is seen after the first window, too
+    for _ in range(2):
+        updates.seen.clear()
+        trainer.accumulate_grad_batches = 2
+        trainer.fit(ScalarModule(), make_loader([(2, 3.0)] * 4))
+        trainer.fit_loop.epoch_progress.reset()
+        assert updates.seen == [(3.0,)] * 3
+
+
+def test_gradients_that_cannot_be_taken() -> None:
+    monitor = TokenWeightMonitor(gradient_windows=2)
+    trainer = make_trainer(1, accumulate_grad_batches=3, callbacks=[monitor])
+    module = Checkpointed()
+    with pytest.warns(UserWarning, match=r"gives up, since gradients cannot be taken beside the training"):
+        trainer.fit(module, make_loader(R2[0]))
+    assert monitor.gradient_distances == []
+    assert module.gradients == pytest.approx([8 / 3, 2.0], abs=1e-12)
 
 
 # ---- throughput
@@ -329,6 +413,8 @@ class _NoLabels(ScalarModule):
         (lambda: TokenBudget(True), TypeError, "got True"),
         (lambda: TokenBudget(5, count_tokens=5), TypeError, r"`TokenBudget\(count_tokens"),  # type: ignore[arg-type]
         (lambda: TokenWeightMonitor(count_tokens="n"), TypeError, r"`TokenWeightMonitor\(count_tokens"),  # type: ignore[arg-type]
+        (lambda: TokenWeightMonitor(gradient_windows=-1), ValueError, r"gradient_windows=\.\.\.\)` got -1"),
+        (lambda: TokenWeightMonitor(gradient_windows=1.5), TypeError, r"gradient_windows=\.\.\.\)` got 1\.5"),  # type: ignore[arg-type]
         (lambda: TokenThroughput(count_all_tokens=3), TypeError, r"count_all_tokens=\.\.\.\)` got 3"),  # type: ignore[arg-type]
     ],
 )
