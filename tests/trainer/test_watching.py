@@ -17,7 +17,14 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_tokennorm import TokenBudget, TokenMeanMetric, TokenNormDDP, TokenThroughput, TokenWeightMonitor
+from lightning_tokennorm import (
+    SupervisedTokens,
+    TokenBudget,
+    TokenMeanMetric,
+    TokenNormDDP,
+    TokenThroughput,
+    TokenWeightMonitor,
+)
 from lightning_tokennorm.callbacks.throughput import tokens_without_padding
 from lightning_tokennorm.callbacks.weight_monitor import WeightSpread
 from tests.distributed.test_metric import read_csv
@@ -250,7 +257,7 @@ def fit_with_throughput(
         num_sanity_val_steps=1,
         log_every_n_steps=1,
         callbacks=[
-            TokenThroughput(),
+            TokenThroughput(count_tokens=SupervisedTokens() if beside else None),
             # the slower rank takes three seconds per micro-batch, the faster one: two on average
             Ticks(clock, 1 + 2 * rank if world_size > 1 else 2),
             updates,
