@@ -98,8 +98,8 @@ class PerUpdate(Callback):
         is_over = stepped or not pl_module.automatic_optimization
         if is_over:
             self.end_update()
-        if is_over or self._has_values:  # Lightning, where K has changed, would write them again as the next update's
-            logs = is_over and (self._exchanges_all or _compat.logs_this_update(trainer))
+        logs = is_over and (self._exchanges_all or _compat.logs_this_update(trainer))
+        if logs or self._has_values:  # else Lightning might write the same values again, as a later update's
             self._log(pl_module, self.values() if logs else {})
         if is_over:
             self.start_update()

@@ -97,10 +97,14 @@ def test_spread_of_each_update(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tokennorm", "ddp"])
-def test_spread_is_exchanged_only_where_it_is_looked_at(kind: str) -> None:
+def test_spread_is_exchanged_only_where_it_is_looked_at(kind: str, tmp_path: Path) -> None:
     table: Table = [[*R2[0], (3, 1)], [*R2[1], (6, 1)]]  # the second window has 3 1 3 and 2 10 6 tokens
     for seen in run_ranks(fit_with_monitor, 2, kind, table, 2, None):
         assert seen == [(None,), (10.0,)]
+    log = tmp_path / "log"
+    long: Table = [[(1, 1), (2, 1), (3, 1)] * 5, [(1, 1), (4, 1), (2, 1)] * 5]
+    run_ranks(fit_with_monitor, 2, kind, long, 2, str(log))  # what is logged once is not logged again
+    assert [(row["step"], row[SPREAD]) for row in read_csv(log) if row[SPREAD]] == [("1", "4.0"), ("3", "4.0")]
     for seen in run_ranks(fit_with_monitor, 2, kind, [R1[0], R1[0]], 2, None, True):  # monitored
         assert seen == [(4.0,)]
 
