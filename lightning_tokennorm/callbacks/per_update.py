@@ -95,7 +95,10 @@ class PerUpdate(Callback):
         self.add(self._tokens.after_step(trainer, outputs, batch))
         # Whether the window ended is what Lightning did, not what K says by now: any hook may have changed it.
         stepped, self._updates = trainer.global_step != self._updates, trainer.global_step
-        is_over = stepped or not pl_module.automatic_optimization
+        is_over = stepped
+        if not pl_module.automatic_optimization:
+            # where a window may have any number of steps, so only a strategy that knows of windows can tell
+            is_over = getattr(getattr(trainer.strategy, "window", None), "is_last", True)
         if is_over:
             self.end_update()
         logs = is_over and (self._exchanges_all or _compat.logs_this_update(trainer))

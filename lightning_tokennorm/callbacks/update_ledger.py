@@ -72,6 +72,11 @@ class UpdateLedger(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit" and not pl_module.automatic_optimization:
+            raise MisconfigurationException(
+                f"`UpdateLedger` got {type(pl_module).__name__} with automatic_optimization=False; expected automatic"
+                " optimization: with several steps or none in a window, updates are not numbered one by one."
+            )
         if stage == "fit" and not hasattr(trainer.strategy, "last_update"):
             raise MisconfigurationException(
                 f"`UpdateLedger` got {type(trainer.strategy).__name__}, which keeps no records of its updates; expected"

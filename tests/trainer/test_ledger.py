@@ -168,6 +168,10 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         UpdateLedger(3)  # type: ignore[arg-type]
     with pytest.raises(MisconfigurationException, match="SingleDeviceStrategy, which keeps no records"):
         fit_alone(tmp_path / "ledger.jsonl", strategy="auto")
+    by_hand = ScalarModule()
+    by_hand.automatic_optimization = False
+    with pytest.raises(MisconfigurationException, match="`UpdateLedger` got ScalarModule with automatic_optimization"):
+        fit_alone(tmp_path / "ledger.jsonl", by_hand, accumulate_grad_batches=1)
     (tmp_path / "file").touch()
     with pytest.raises(MisconfigurationException, match=r"cannot be written: .*exists"):
         fit_alone(tmp_path / "file" / "ledger.jsonl")
