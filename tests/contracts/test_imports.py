@@ -81,24 +81,31 @@ ALLOWED: dict[str, set[str]] = {
     "callbacks/bars": {"lightning"},
     "callbacks/batch_sums": {"torch", "counting", "window"},
     "callbacks/monitors": {"lightning", "_compat"},
+    "callbacks/batch_tokens": {"torch", "lightning", "counting"},
+    "callbacks/per_update": {
+        *("torch", "torchmetrics", "lightning", "typing_extensions"),
+        *("_compat", "callbacks", "counting"),
+    },
+    "callbacks/gradient_distance": {"torch", "lightning", "counting"},
+    "callbacks/weight_monitor": {
+        *("torch", "torchmetrics", "lightning", "typing_extensions"),
+        *("_compat", "callbacks", "counting"),
+    },
+    "callbacks/throughput": {"torch", "torchmetrics", "lightning", "typing_extensions", "callbacks", "counting"},
+    "callbacks/budget": {"torch", "torchmetrics", "lightning", "typing_extensions", "callbacks", "counting"},
     "callbacks/token_mean": {
         *("torch", "torchmetrics", "lightning", "typing_extensions"),
         *("_compat", "callbacks", "counting", "metric", "window"),
     },
+    "callbacks/update_ledger": {"torch", "lightning", "typing_extensions", "_compat", "window"},
     "callbacks/__init__": {"callbacks"},
+    # books and reports
+    "pictures": {"matplotlib"},
+    "ledger": {"pictures"},
+    "weights": {"counting", "errors", "pictures", "window"},
     "__init__": {
-        *(
-            "lightning",
-            "_compat",
-            "callbacks",
-            "counting",
-            "errors",
-            "heads",
-            "loops",
-            "metric",
-            "strategies",
-            "window",
-        ),
+        *("lightning", "_compat", "callbacks", "counting", "errors", "heads", "loops", "metric"),
+        *("strategies", "weights", "window"),
     },
     # what users prove with: stands on top of everything, and nothing stands on it
     "testing/ranks": {"torch"},
