@@ -15,6 +15,7 @@ from lightning_tokennorm.callbacks import (
     TokenWeightMonitor,
     UpdateLedger,
 )
+from lightning_tokennorm.counters import BatchCount, PerMicroBatch, SupervisedSamples, WeightedTokens
 from lightning_tokennorm.counting import SupervisedTokens
 from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.heads import Heads
@@ -25,7 +26,10 @@ from lightning_tokennorm.weights import token_weight_report
 from lightning_tokennorm.window import UpdateRecord
 
 __all__ = [
+    "BatchCount",
     "Heads",
+    "PerMicroBatch",
+    "SupervisedSamples",
     "SupervisedTokens",
     "TokenBudget",
     "TokenMean",
@@ -39,6 +43,7 @@ __all__ = [
     "TokenWindow",
     "UpdateLedger",
     "UpdateRecord",
+    "WeightedTokens",
     "token_weight_report",
     "token_windows",
 ]

@@ -357,6 +357,11 @@ class WindowAccounting:
         """``n``: the supervised tokens of this rank's micro-batch in hand; 0 outside a window."""
         return 0 if self._plan is None else self._plan.tokens[self.micro_batch]
 
+    def heads_in_hand(self) -> dict[str, Count]:
+        """``n`` of each head in this rank's micro-batch in hand; empty with a single loss."""
+        heads = {} if self._plan is None else self._plan.heads
+        return {name: each.tokens[self.micro_batch] for name, each in heads.items()}
+
     @property
     def has_heads(self) -> bool:
         """Whether the window in hand has several losses."""

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,8 @@ class SupervisedTokens:
     shift: int | Literal["auto"] = "auto"
     decided_by: str = field(default="", init=False, repr=False, compare=False)
     """Why ``shift="auto"`` became this shift: the model that means it. Empty where the shift was given."""
+    counts: ClassVar[str] = ""
+    """What is counted, in words that go before "labels"."""
 
     def __post_init__(self) -> None:
         if isinstance(self.labels, bool) or not isinstance(self.labels, (str, int)):
@@ -126,26 +128,39 @@ class SupervisedTokens:
             TypeError: The labels are not a tensor of integers.
             ValueError: The batch holds no such labels, or they are one-dimensional while ``shift`` is not 0.
         """
-        labels = self.find_labels(batch)
+        num_tokens = functools.reduce(operator.add, map(self._count_live, rows_of(self.labels_of(batch))))
+        return int(num_tokens) if num_tokens.device.type == "cpu" else num_tokens
+
+    def labels_of(self, batch: Any) -> Tensor:
+        """The labels of a batch, after a check.
+
+        Raises:
+            TypeError: The labels are not a tensor of integers.
+            ValueError: The batch holds no such labels, or they are one-dimensional while ``shift`` is not 0.
+        """
+        labels, name = self.find_labels(batch), type(self).__name__
         if not isinstance(labels, Tensor) or labels.dtype not in _INTEGERS:
             raise TypeError(
-                f"`SupervisedTokens` found {_describe(labels)} at {self._where()}; expected a tensor of integer labels."
+                f"`{name}` found {_describe(labels)} at {self._where()}; expected a tensor of integer labels."
                 " Pass your own `count_tokens` for other kinds of targets."
             )
         if self._shift and labels.dim() < 2:
             decided_by = self.decided_by or ("called without a module" if self.shift == "auto" else "")
             auto = f" (`shift='auto'` means {self._shift} here: {decided_by}.)" if decided_by else ""
             raise ValueError(
-                f"`SupervisedTokens(shift={self._shift})` found {_describe(labels)} at {self._where()}; expected shape"
+                f"`{name}(shift={self._shift})` found {_describe(labels)} at {self._where()}; expected shape"
                 " [..., seq_len] with at least two dimensions, since nothing says where the rows of one-dimensional"
                 " labels end. Use `shift=0` if the labels already line up with the logits, else your own"
                 f" `count_tokens`.{auto}"
             )
-        num_tokens = functools.reduce(operator.add, map(self._count_live, rows_of(labels)))
-        return int(num_tokens) if num_tokens.device.type == "cpu" else num_tokens
+        return labels
+
+    def live(self, labels: Tensor) -> Tensor:
+        """Which of the labels that are predicted enter the loss: those of one row, or of all that are not nested."""
+        return labels[..., self._shift :] != self.ignore_index
 
     def _count_live(self, labels: Tensor) -> Tensor:
-        return torch.count_nonzero(labels[..., self._shift :] != self.ignore_index)
+        return torch.count_nonzero(self.live(labels))
 
     def find_labels(self, batch: Any) -> Any:
         """The labels of a batch, as they are.
@@ -156,17 +171,7 @@ class SupervisedTokens:
         Raises:
             ValueError: The batch holds no such labels.
         """
-        try:
-            if isinstance(self.labels, int):
-                if isinstance(batch, (Mapping, str)):
-                    raise TypeError
-                return batch[self.labels]
-            return batch[self.labels] if isinstance(batch, Mapping) else getattr(batch, self.labels)
-        except (KeyError, IndexError, AttributeError, TypeError):
-            raise ValueError(
-                f"`SupervisedTokens` found no labels at {self._where()}. The batch is {_describe_batch(batch)}."
-                " Point `SupervisedTokens(labels=...)` at the labels, or pass your own `count_tokens` to the strategy."
-            ) from None
+        return find_in(batch, self.labels, type(self).__name__, "labels")
 
     @property
     def _shift(self) -> int:
@@ -174,6 +179,31 @@ class SupervisedTokens:
 
     def _where(self) -> str:
         return f"`labels={self.labels!r}`"
+
+
+def find_in(batch: Any, where: str | int, counter: str, argument: str) -> Any:
+    """A part of a batch: by a key of a mapping, an attribute of an object, or an index into a tuple or list.
+
+    Args:
+        batch: The micro-batch.
+        where: The key, attribute or index.
+        counter: The counter that looks for it, for error texts.
+        argument: Which of its arguments says where.
+
+    Raises:
+        ValueError: There is none.
+    """
+    try:
+        if isinstance(where, int):
+            if isinstance(batch, (Mapping, str)):
+                raise TypeError
+            return batch[where]
+        return batch[where] if isinstance(batch, Mapping) else getattr(batch, where)
+    except (KeyError, IndexError, AttributeError, TypeError):
+        raise ValueError(
+            f"`{counter}` found no {argument} at `{argument}={where!r}`. The batch is {_describe_batch(batch)}."
+            f" Point `{counter}({argument}=...)` at the {argument}, or pass your own `count_tokens` to the strategy."
+        ) from None
 
 
 def counter_for(counter: TokenCounter, module: nn.Module | None) -> TokenCounter:
@@ -203,7 +233,8 @@ def describe_counter(counter: TokenCounter) -> str:
         return str(describe())
     if not isinstance(counter, SupervisedTokens):
         return f"what `{getattr(counter, '__qualname__', type(counter).__name__)}` returns"
-    labels = "labels" if counter.labels == "labels" else f"labels at {counter.labels!r}"
+    labels = f"{counter.counts} labels" if counter.counts else "labels"
+    labels = labels if counter.labels == "labels" else f"{labels} at {counter.labels!r}"
     if counter.shift == "auto":
         return f"{labels}, shifted as the module means it"
     shifted = f"after a shift of {counter.shift}" if counter.shift else "without a shift"
@@ -241,8 +272,8 @@ def check_count(value: Any, source: str = COUNTER_RETURNED) -> Count | Tensor:
         return value.item() if value.device.type == "cpu" else value.detach()
     if isinstance(value, Mapping):
         raise TypeError(
-            f"{source} counts of several heads, {_describe(value)}; expected one number: loss terms with"
-            " a denominator each are not supported in this version. Return one count, of tokens that all terms share."
+            f"{source} counts of several heads, {_describe(value)}; expected one number. Heads are for strategies and"
+            " loops of `lightning_tokennorm`, and for `TokenMeanMetric`."
         )
     if not isinstance(value, (bool, Tensor)):
         if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):

@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_tokennorm.counters import BatchCount, PerMicroBatch
 from lightning_tokennorm.counting import (
     COUNTER_RETURNED,
     Count,
+    SupervisedTokens,
     TokenCounter,
     check_count,
     counter_for,
@@ -131,6 +133,13 @@ def by_head(counted: Any, source: str = COUNTER_RETURNED) -> dict[str, Count | T
         if not isinstance(name, str) or not name:
             raise TypeError(f"{source} counts of several heads, one of them named {name!r}; expected names as texts.")
     return {name: check_count(count, f"{source} for {name!r}") for name, count in counted.items()}
+
+
+def names_of(counter: Any) -> tuple[str, ...] | None:
+    """The names of the heads that a counter counts, where it says so before it counts: `ONE_LOSS` for a single one."""
+    if isinstance(counter, Heads):
+        return tuple(sorted(counter.counters))
+    return (ONE_LOSS,) if isinstance(counter, (SupervisedTokens, BatchCount, PerMicroBatch)) else None
 
 
 class _WeightedSum(torch.autograd.Function):

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tokennorm.counting import Count, TokenCounter, check_count
+from lightning_tokennorm.counting import Count, TokenCounter
+from lightning_tokennorm.heads import ONE_LOSS, by_head
 from lightning_tokennorm.window import LossReduction
 
 
@@ -24,43 +25,59 @@ class BatchSums:
         self._count_tokens = count_tokens
         self._loss_reduction = loss_reduction
         self._batch: Any = None
-        self._counted: Count | Tensor | Exception = 0
+        self._counted: Mapping[str, Count | Tensor] | Exception = {}
+        self._counts = True
 
-    def before_step(self, batch: Any, known: Count | None = None) -> None:
+    def before_step(self, batch: Any, known: Count | Mapping[str, Count] | None = None, *, counts: bool = True) -> None:
         """Count a batch. An error waits for the step's loss: a step that returns none need not have labels.
 
         Args:
             batch: The batch.
             known: Its number of tokens, where somebody has counted it already.
+            counts: Whether it counts at all: a copy of another rank's has no tokens.
         """
-        self._batch = batch
-        if known is not None:
-            self._counted = known
-            return
+        self._batch, self._counts = batch, counts
         try:
-            count = check_count(self._count_tokens(batch))
-            # which may be a tensor of the batch's own
-            self._counted = count.clone() if isinstance(count, Tensor) else count
+            counted = by_head(self._count_tokens(batch) if known is None else known)
+            # which may be tensors of the batch's own
+            self._counted = {
+                name: count.clone() if isinstance(count, Tensor) else count for name, count in counted.items()
+            }
         except Exception as error:
             self._counted = error
 
-    def after_step(self, outputs: Any, batch: Any, device: torch.device) -> tuple[Tensor, Count | Tensor] | None:
-        """The sum of the losses of a batch's tokens, and their number.
+    def after_step(
+        self, outputs: Any, batch: Any, device: torch.device
+    ) -> dict[str, tuple[Tensor, Count | Tensor]] | None:
+        """The sum of the losses of a batch's tokens, and their number, of each head.
 
         Args:
-            outputs: What the step returned: the loss, of one element, or a mapping with the key ``"loss"``.
+            outputs: What the step returned: the loss, of one element, or a mapping with the key ``"loss"``, or with
+                ``"losses"`` where several are counted.
             batch: The batch, as it is now.
             device: Where the sum is to live.
 
         Returns:
-            Both of shape ``()``, or ``None`` where there is no loss.
+            Both of shape ``()``, by the head's name (`ONE_LOSS` for a single one); ``None`` where there is no loss.
         """
         # A step that fetches its batches itself (`dataloader_iter`) has another one by now.
         ahead, self._batch = self._batch is batch, None
+        losses = outputs.get("losses") if isinstance(outputs, Mapping) else None
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
+        if not isinstance(losses, Mapping) and not _is_loss(loss):
             return None
-        num_tokens = self._count(batch) if ahead else check_count(self._count_tokens(batch))
+        counted = self._count(batch) if ahead else by_head(self._count_tokens(batch))
+        if ONE_LOSS in counted:
+            losses = {ONE_LOSS: loss}
+        if not isinstance(losses, Mapping) or not any(_is_loss(each) for each in losses.values()):
+            return None
+        return {
+            name: self._sums(losses[name], num_tokens if self._counts else 0, device)
+            for name, num_tokens in counted.items()
+            if _is_loss(losses.get(name))
+        }
+
+    def _sums(self, loss: Tensor, num_tokens: Count | Tensor, device: torch.device) -> tuple[Tensor, Count | Tensor]:
         loss = loss.detach()
         loss = loss.full_tensor() if hasattr(loss, "full_tensor") else loss  # a DTensor, of `loss_parallel`
         loss_sum = loss.to(device).double().reshape(())
@@ -73,10 +90,14 @@ class BatchSums:
             loss_sum = torch.zeros_like(loss_sum)
         return loss_sum, num_tokens
 
-    def _count(self, batch: Any) -> Count | Tensor:
+    def _count(self, batch: Any) -> Mapping[str, Count | Tensor]:
         if not isinstance(self._counted, Exception):
             return self._counted
         try:
-            return check_count(self._count_tokens(batch))  # maybe the step has put the labels there
+            return by_head(self._count_tokens(batch))  # maybe the step has put the labels there
         except Exception:
             raise self._counted from None
+
+
+def _is_loss(loss: Any) -> bool:
+    return isinstance(loss, Tensor) and loss.numel() == 1

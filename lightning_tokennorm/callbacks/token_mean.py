@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -18,8 +20,10 @@ from lightning_tokennorm.callbacks.batch_sums import BatchSums
 from lightning_tokennorm.callbacks.monitors import is_monitored, warn_of_other_monitors
 from lightning_tokennorm.callbacks.per_update import StepValue as _StepValue
 from lightning_tokennorm.callbacks.per_update import state_device as _state_device
+from lightning_tokennorm.callbacks.stage_means import StageMeans
 from lightning_tokennorm.counting import SupervisedTokens, TokenCounter, counter_for
-from lightning_tokennorm.metric import TokenMean, TokenPerplexity, token_mean
+from lightning_tokennorm.heads import ONE_LOSS, names_of
+from lightning_tokennorm.metric import TokenMean
 from lightning_tokennorm.window import LossReduction
 
 _NO_STEP = object()
@@ -97,15 +101,15 @@ class TokenMeanMetric(Callback):
         self._counter: TokenCounter = SupervisedTokens()
         self._reduction: LossReduction = "mean"
         self._batch = BatchSums(self._counter, self._reduction)
-        self._window = TokenMean()  # this rank's sums over the window in hand
-        self._train: dict[str, TokenMean] = {}
+        self._window: dict[str, TokenMean] = {}  # this rank's sums over the window in hand, by head
+        self._train = StageMeans("train", name, perplexity, {}, torch.device("cpu"))
         self._train_tokens = _StepValue()
         self._divided_by = 1  # K as it was when Lightning divided the last loss
         self._updates = 0  # as many as were seen
         self._exchanges_all = False
         self._has_step_values = False
         self._undo: Callable[[], None] = _nothing
-        self._eval: list[dict[str, TokenMean]] = []  # per loader
+        self._eval: list[StageMeans] = []  # per loader
         self._eval_has_loss = True
 
     @property
@@ -124,16 +128,25 @@ class TokenMeanMetric(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._take_counter(trainer, pl_module)
-        self._window = TokenMean().to(_state_device(pl_module))
-        self._train = self._new_metrics("train", pl_module)
+        self._window = {}
+        self._train = self._new_means("train", trainer, pl_module)
         self._batch = BatchSums(self._counter, self._reduction)
         self._updates, self._divided_by, self._has_step_values = trainer.global_step, 1, False
         self._undo()
         self._undo = _compat.watch_division_of_loss(trainer, self._note_division)
-        of_an_update = {"train_tokens", *self._train, *(f"{key}_step" for key in self._train)}
-        self._exchanges_all = is_monitored(trainer, of_an_update)
-        warn_of_other_monitors(trainer, of_an_update)
+        self._exchanges_all = False
+        self._look_for_monitors(trainer, {"train_tokens", *self._train.main_keys})
+        self._take_heads(trainer, names_of(self._counter) or ())
         show_short_names(trainer, *train_names(self._names))
+
+    def _look_for_monitors(self, trainer: pl.Trainer, keys: Set[str]) -> None:
+        of_an_update = {*keys, *(f"{key}_step" for key in keys)}
+        self._exchanges_all |= is_monitored(trainer, of_an_update)
+        warn_of_other_monitors(trainer, of_an_update)
+
+    def _take_heads(self, trainer: pl.Trainer, heads: Iterable[str]) -> None:
+        if self._train.take_heads(heads):
+            self._look_for_monitors(trainer, self._train.logged.keys() - set(self._train.main_keys))
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -148,29 +161,40 @@ class TokenMeanMetric(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._window.reset()  # a window that the last epoch left unfinished was never stepped
-        for key in self._train:  # the bar shows the mean over the last epoch until here
+        self._window = {}  # one that the last epoch left unfinished was never stepped
+        for key in self._train.logged:  # the bar shows the mean over the last epoch until here
             trainer.progress_bar_metrics.pop(f"{key}_epoch", None)
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        known: Any = None
+        if not self._given_counter:
+            # The heads that all ranks know of, whether this one's batch has them or not.
+            plan = getattr(getattr(trainer.strategy, "window", None), "plan", None)
+            self._take_heads(trainer, () if plan is None else plan.heads or (ONE_LOSS,))
+            known = getattr(trainer.strategy, "micro_batch_heads", None) or getattr(
+                trainer.strategy, "micro_batch_tokens", None
+            )
         if not getattr(trainer.strategy, "micro_batch_is_padded", False):
-            known = None if self._given_counter else getattr(trainer.strategy, "micro_batch_tokens", None)
-            self._batch.before_step(batch, 0 if _is_copy(trainer) else known)
+            self._batch.before_step(batch, known, counts=not _is_copy(trainer))
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if not getattr(trainer.strategy, "micro_batch_is_padded", False):
-            sums = self._batch.after_step(outputs, batch, _state_device(pl_module))
+            device = _state_device(pl_module)
+            sums = self._batch.after_step(outputs, batch, device)
             if sums is not None:
-                # Lightning hands over the loss divided by K, and nothing else done to it.
-                loss_sum = sums[0] * self._divided_by
-                for metric in (self._window, *self._train.values()):
-                    metric.update(loss_sum, sums[1])
+                if ONE_LOSS in sums:  # of which Lightning hands over what is divided by K
+                    sums = {ONE_LOSS: (sums[ONE_LOSS][0] * self._divided_by, sums[ONE_LOSS][1])}
+                refuse_unknown_heads(sums, names_of(self._counter), trainer)
+                self._take_heads(trainer, sums)
+                self._train.update(sums)
+                for head, of_batch in sums.items():
+                    self._window_of(head, device).update(*of_batch)
         # Whether the window ended is what Lightning did, not what K says by now: any hook may have changed it.
         ended, self._updates = trainer.global_step != self._updates, trainer.global_step
         if not pl_module.automatic_optimization:
@@ -184,20 +208,29 @@ class TokenMeanMetric(Callback):
         # lest an older one be logged again as if it were this update's.
         of_window = None
         if self._exchanges_all or _compat.logs_this_update(trainer):
-            with self._window.sync_context():
-                # to the host, once: the progress bar reads the value at every micro-batch
-                of_window = self._window.loss_sum.cpu(), self._window.count.cpu()
+            of_window = {}
+            for head in self._train.heads or (ONE_LOSS,):
+                mean = self._window_of(head, _state_device(pl_module))
+                with mean.sync_context():
+                    # to the host, once: the progress bar reads the value at every micro-batch
+                    of_window[head] = mean.loss_sum.cpu(), mean.count.cpu()
         self._log_update(pl_module, of_window)
-        self._window.reset()
+        self._window = {}
 
-    def _log_update(self, pl_module: pl.LightningModule, sums: tuple[Tensor, Tensor] | None) -> None:
+    def _window_of(self, head: str, device: torch.device) -> TokenMean:
+        if head not in self._window:
+            self._window[head] = TokenMean().to(device)
+        return self._window[head]
+
+    def _log_update(self, pl_module: pl.LightningModule, sums: Mapping[str, tuple[Tensor, Tensor]] | None) -> None:
         """Log the sums of an update's window, or that there are none."""
-        values = {} if sums is None else self._by_key("train", token_mean(*sums))
-        for key, metric in self._train.items():
+        if not self._train.heads:  # no step has returned a loss
+            self._train.take_heads((ONE_LOSS,))
+        values = {} if sums is None else self._train.values_of(sums)
+        for key, metric in self._train.logged.items():
             self._log(pl_module, key, metric, on_epoch=True, step_value=values.get(key))
-        self._log(
-            pl_module, "train_tokens", self._train_tokens, on_epoch=False, step_value=None if sums is None else sums[1]
-        )
+        tokens = None if sums is None else sum(count for _, count in sums.values())
+        self._log(pl_module, "train_tokens", self._train_tokens, on_epoch=False, step_value=tokens)
         self._has_step_values = sums is not None
 
     # ---- validation and test
@@ -219,7 +252,7 @@ class TokenMeanMetric(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._batch.before_step(batch, 0 if _is_copy(trainer) else None)
+        self._batch.before_step(batch, counts=not _is_copy(trainer))
 
     on_test_batch_start = on_validation_batch_start
 
@@ -237,8 +270,8 @@ class TokenMeanMetric(Callback):
         if sums is None:
             self._eval_has_loss = False
             return
-        for metric in self._eval[dataloader_idx].values():
-            metric.update(*sums)
+        self._eval[dataloader_idx].take_heads(sums)
+        self._eval[dataloader_idx].update(sums)
 
     on_test_batch_end = on_validation_batch_end
 
@@ -252,7 +285,7 @@ class TokenMeanMetric(Callback):
 
     def _start_eval(self, stage: str, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._take_counter(trainer, pl_module)
-        self._eval = [self._new_metrics(stage, pl_module) for _ in range(_compat.num_eval_loaders(trainer))]
+        self._eval = [self._new_means(stage, trainer, pl_module) for _ in range(_compat.num_eval_loaders(trainer))]
         self._batch = BatchSums(self._counter, self._reduction)
         self._eval_has_loss = True
         loaders = range(len(self._eval)) if len(self._eval) > 1 else ()
@@ -265,9 +298,12 @@ class TokenMeanMetric(Callback):
                 " count them. Return the loss, a tensor of one element, or a dict with the key 'loss'."
             )
         # On every rank, also one without a batch: Lightning exchanges the sums of what is logged here.
-        for index, metrics in enumerate(self._eval):
+        known = names_of(self._counter)
+        seen = [known or each.heads for each in self._eval]
+        for index, (means, heads) in enumerate(zip(self._eval, seen if known else all_names(seen), strict=True)):
+            means.take_heads(heads or (ONE_LOSS,))
             suffix = _compat.loader_suffix(index) if len(self._eval) > 1 else ""
-            for key, metric in metrics.items():
+            for key, metric in means.logged.items():
                 self._log(pl_module, key + suffix, metric, on_epoch=True)
 
     # ---- shared
@@ -281,12 +317,9 @@ class TokenMeanMetric(Callback):
     def _names(self) -> list[str]:
         return [self.name, "perplexity"] if self.perplexity else [self.name]
 
-    def _new_metrics(self, stage: str, pl_module: pl.LightningModule) -> dict[str, TokenMean]:
-        kinds = dict(zip(self._names, (TokenMean, TokenPerplexity), strict=False))
-        return {f"{stage}_{name}": kind().to(_state_device(pl_module)) for name, kind in kinds.items()}
-
-    def _by_key(self, stage: str, mean: Tensor) -> dict[str, Tensor]:
-        return {f"{stage}_{self.name}": mean, f"{stage}_perplexity": mean.exp()}
+    def _new_means(self, stage: str, trainer: pl.Trainer, pl_module: pl.LightningModule) -> StageMeans:
+        weights = getattr(trainer.strategy, "head_weights", None) or {}
+        return StageMeans(stage, self.name, self.perplexity, weights, _state_device(pl_module))
 
     def _log(
         self, pl_module: pl.LightningModule, key: str, metric: Metric, *, on_epoch: bool, step_value: Any = _NO_STEP
@@ -297,7 +330,9 @@ class TokenMeanMetric(Callback):
         pl_module.log(
             key,
             metric,
-            prog_bar=key != "train_tokens",
+            prog_bar=any(
+                key.startswith(f"{stage}_{name}") for stage in ("train", "val", "test") for name in self._names
+            ),
             on_step=on_step,
             on_epoch=on_epoch,
             batch_size=1,  # not used for metrics; given so that Lightning does not look for one in the batch
@@ -309,6 +344,25 @@ class TokenMeanMetric(Callback):
 def _is_copy(trainer: pl.Trainer) -> bool:
     """Whether another rank of the same model replica counts this rank's batches (tensor parallelism)."""
     return bool(getattr(trainer.strategy, "is_copy", False))
+
+
+def all_names(names: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The names that some rank has seen, by loader; called by all ranks."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return names
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, names)
+    return [tuple(sorted({name for rank in told for name in rank[index]})) for index in range(len(names))]
+
+
+def refuse_unknown_heads(sums: Mapping[str, Any], known: tuple[str, ...] | None, trainer: pl.Trainer) -> None:
+    """Refuse heads that other ranks may not know of, in whose exchange nobody would join."""
+    if known is None and ONE_LOSS not in sums and not hasattr(trainer.strategy, "micro_batch_heads"):
+        raise TypeError(
+            f"`TokenMeanMetric` got counts of the heads {', '.join(sums)} from a counter that does not say their names"
+            f" beforehand, under `{type(trainer.strategy).__name__}`, where ranks do not agree on them. Use"
+            " `count_tokens=Heads(...)`."
+        )
 
 
 def _nothing() -> None:

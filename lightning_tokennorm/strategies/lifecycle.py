@@ -121,6 +121,18 @@ class FitLifecycle(ParallelStrategy):
         return self._feed.windows.num_tokens_in_hand()
 
     @property
+    def micro_batch_heads(self) -> dict[str, Count] | None:
+        """``n`` of each head in this rank's micro-batch in hand; ``None`` with a single loss, or outside a window."""
+        if self.micro_batch_tokens is None:
+            return None
+        return self._windows.heads_in_hand() or None
+
+    @property
+    def head_weights(self) -> Mapping[str, float]:
+        """The weights of heads; 1 where none is given."""
+        return self._options.head_weights
+
+    @property
     def window(self) -> WindowInHand | None:
         """The accumulation window in hand, with ``is_last`` and ``num_tokens``; ``None`` outside of training.
 

@@ -18,7 +18,8 @@ ALLOWED: dict[str, set[str]] = {
     "gradients": {"torch"},
     "grad_scaler": {"torch"},
     "window": {"torch", "counting"},
-    "heads": {"torch", "counting"},
+    "counters": {"torch", "counting"},
+    "heads": {"torch", "counters", "counting"},
     "head_losses": {"torch", "counting", "errors", "heads", "window"},
     # the ranks and the window
     "reduction": {"torch"},
@@ -79,7 +80,8 @@ ALLOWED: dict[str, set[str]] = {
     # what people look at
     "metric": {"torch", "torchmetrics", "counting"},
     "callbacks/bars": {"lightning"},
-    "callbacks/batch_sums": {"torch", "counting", "window"},
+    "callbacks/batch_sums": {"torch", "counting", "heads", "window"},
+    "callbacks/stage_means": {"torch", "torchmetrics", "counting", "heads", "metric"},
     "callbacks/monitors": {"lightning", "_compat"},
     "callbacks/batch_tokens": {"torch", "lightning", "counting"},
     "callbacks/per_update": {
@@ -96,6 +98,7 @@ ALLOWED: dict[str, set[str]] = {
     "callbacks/token_mean": {
         *("torch", "torchmetrics", "lightning", "typing_extensions"),
         *("_compat", "callbacks", "counting", "metric", "window"),
+        "heads",
     },
     "callbacks/update_ledger": {"torch", "lightning", "typing_extensions", "_compat", "window"},
     "callbacks/__init__": {"callbacks"},
@@ -104,7 +107,7 @@ ALLOWED: dict[str, set[str]] = {
     "ledger": {"pictures"},
     "weights": {"counting", "errors", "pictures", "window"},
     "__init__": {
-        *("lightning", "_compat", "callbacks", "counting", "errors", "heads", "loops", "metric"),
+        *("lightning", "_compat", "callbacks", "counters", "counting", "errors", "heads", "loops", "metric"),
         *("strategies", "weights", "window"),
     },
     # what users prove with: stands on top of everything, and nothing stands on it

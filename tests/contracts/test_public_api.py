@@ -22,6 +22,10 @@ def parameters(function: object) -> dict[str, object]:
 def test_names() -> None:
     assert set(package.__all__) == {
         "Heads",
+        "BatchCount",
+        "PerMicroBatch",
+        "SupervisedSamples",
+        "WeightedTokens",
         "SupervisedTokens",
         "TokenBudget",
         "TokenMean",

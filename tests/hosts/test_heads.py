@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_tokennorm import (
     Heads,
     SupervisedTokens,
+    TokenMeanMetric,
     TokenNormDDP,
     TokenNormError,
     TokenNormFSDP,
@@ -394,3 +396,75 @@ def test_bad_counters() -> None:
         Heads()
     with pytest.raises(TypeError, match=r"Heads\(lm=\.\.\.\)` got 3"):
         Heads(lm=3)  # type: ignore[arg-type]
+
+
+# ---- what is logged
+
+
+class Validates(Scalars):
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.training_step(batch, batch_idx)
+
+
+class Logged(Callback):
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.strategy.window.is_last:
+            self.values = {key: value.item() for key, value in trainer.callback_metrics.items()}
+
+
+def fit_logged(rank: int, world_size: int, names: bool) -> dict[str, float]:
+    counter: Any = Heads(a=lambda batch: batch.get("a", (0, 0))[0], b=lambda batch: batch.get("b", (0, 0))[0])
+    logged = Logged()
+    trainer = make_trainer(
+        world_size,
+        strategy=TokenNormDDP(count_tokens=counter if names else tokens_of, head_weights={"b": 0.5}),
+        accumulate_grad_batches=2,
+        callbacks=[TokenMeanMetric(perplexity=True), logged],
+        num_sanity_val_steps=0,
+    )
+    # validation sees head a on one rank and head b on the other
+    val = DataLoader([{"a": (4, 3.0)} if rank else {"b": (2, 1.0)}], batch_size=None)
+    trainer.fit(Validates(), DataLoader(RIG[rank], batch_size=None), val)
+    return {**logged.values, **{key: value.item() for key, value in trainer.callback_metrics.items()}}
+
+
+@pytest.mark.parametrize("names", [True, False])
+def test_each_head_is_logged(names: bool) -> None:
+    """With t + u = 2 the means are 12 / 6 and 24 / 4, the weighted total is 2 + 0.5 * 6."""
+    for logged in run_ranks(fit_logged, 2, names):
+        assert logged["train_tokens"] == 10
+        assert [logged[f"train_{key}_step"] for key in ("a_per_token", "b_per_token", "loss_per_token")] == [2, 6, 5]
+        assert [logged[f"train_{key}_epoch"] for key in ("a_per_token", "b_per_token", "loss_per_token")] == [2, 6, 5]
+        assert [logged[f"val_{key}"] for key in ("a_per_token", "b_per_token", "loss_per_token")] == [3, 2, 4]
+        assert logged["train_b_perplexity_step"] == pytest.approx(math.exp(6), rel=1e-12)
+
+
+def fit_under_plain(rank: int, world_size: int, names: bool) -> Any:
+    counter: Any = Heads(a=lambda batch: batch.get("a", (0, 0))[0], b=lambda batch: batch.get("b", (0, 0))[0])
+
+    class Summed(Scalars):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            losses = super().training_step(batch, batch_idx)["losses"]
+            return {"loss": sum(losses.values()) + 0 * (self.t + self.u), "losses": losses}
+
+    trainer = make_trainer(
+        world_size,
+        strategy=DDPStrategy(),
+        accumulate_grad_batches=2,
+        callbacks=[TokenMeanMetric(count_tokens=counter if names else tokens_of)],
+    )
+    try:
+        trainer.fit(Summed(), DataLoader(RIG[rank], batch_size=None))
+    except TypeError as raised:
+        return str(raised)
+    keys = ("train_a_per_token_epoch", "train_b_per_token_epoch", "train_loss_per_token_epoch")
+    return [trainer.callback_metrics[key].item() for key in keys]
+
+
+def test_heads_under_another_strategy() -> None:
+    assert run_ranks(fit_under_plain, 2, True) == [[2, 6, 8], [2, 6, 8]]
+    for text in run_ranks(fit_under_plain, 2, False):
+        assert "Use `count_tokens=Heads(...)`" in text

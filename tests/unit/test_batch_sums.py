@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_tokennorm.callbacks import batch_sums
+from lightning_tokennorm import heads
 from lightning_tokennorm.callbacks.batch_sums import BatchSums
 
 CPU = torch.device("cpu")
@@ -15,12 +15,12 @@ CPU = torch.device("cpu")
 
 def test_a_count_that_lives_in_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     # on a device a count stays the tensor that it is; stands in for one
-    monkeypatch.setattr(batch_sums, "check_count", lambda count: count.detach())
+    monkeypatch.setattr(heads, "check_count", lambda count, source: count.detach())
     batch = {"n": torch.tensor(4)}
     sums = BatchSums(lambda batch: batch["n"], "mean")
     sums.before_step(batch)
     batch["n"].zero_()
-    assert sums.after_step(torch.tensor(2.0), batch, CPU) == (8.0, 4)
+    assert sums.after_step(torch.tensor(2.0), batch, CPU) == {"": (8.0, 4)}
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
@@ -29,6 +29,7 @@ def test_losses_of_one_element(shape: tuple[int, ...]) -> None:
     sums.before_step("batch")
     added = sums.after_step({"loss": torch.full(shape, 2.0)}, "batch", CPU)
     assert added is not None
+    added = added[""]
     assert (added[0].shape, added[0].dtype, added[0].item()) == ((), torch.float64, 6.0)
 
 
