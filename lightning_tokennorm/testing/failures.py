@@ -24,10 +24,10 @@ def cause_of_failure(text: str, facts: Facts | None, host: Host) -> str | None:
             "the module reads `self.trainer.datamodule`, and there is none here: batches come from `samples`. Give the"
             " module what it reads there as an argument in `make_module`."
         )
-    if "device_mesh" in text and "'NoneType' object" in text:
+    if not host.has_mesh and "'NoneType' object" in text and ("in configure_model" in text or "device_mesh" in text):
         return (
-            "the module splits itself over `self.device_mesh`, which only the strategies of the model-parallel family"
-            " make. Pass `strategy='tokennorm_model_parallel'`."
+            "the module reads `self.device_mesh`, which only strategies of the model-parallel family make. Pass"
+            " `strategy='tokennorm_model_parallel'`."
         )
     if host.has_mesh and "override the `configure_model()` hook" in text:
         return (

@@ -125,7 +125,7 @@ def fit_merged(rank: int, world_size: int, case: Case, splits: Sequence[Split]) 
     return references
 
 
-def fit_split(rank: int, world_size: int, case: Case, split: Split) -> Seen:
+def fit_split(rank: int, world_size: int, case: Case, split: Split, start: Named) -> Seen:
     """What the proof is about: the micro-batches of this rank, under the strategy."""
     return fit(
         build(case.make_module),
@@ -133,6 +133,8 @@ def fit_split(rank: int, world_size: int, case: Case, split: Split) -> Seen:
         strategy=case.host.on_cpu(world_size),
         world_size=world_size,
         accumulate=split.accumulate,
+        # what is drawn on a mesh depends on its size
+        start_from=start if case.host.has_mesh else None,
     )
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import default_collate
 
 from lightning_tokennorm.counting import Count, SupervisedTokens
 from lightning_tokennorm.testing.causes import flat, likely_cause
-from lightning_tokennorm.testing.compare import compare, tolerances
+from lightning_tokennorm.testing.compare import DIFFER, compare, tolerances
 from lightning_tokennorm.testing.fits import Case, fit_merged, fit_split, probe, run
 from lightning_tokennorm.testing.hosts import StrategyLike, host_of
 from lightning_tokennorm.testing.module import listed
@@ -107,15 +107,17 @@ def assert_partition_invariant(
     can_blank = isinstance(case.counter, SupervisedTokens)
     if not can_blank:
         notes.append("no rank without tokens was tried: nothing says where a `count_tokens` of your own finds labels")
-    default_rtol, default_atol = tolerances(facts.dtypes)
-    rtol = default_rtol if rtol is None else rtol
-    atol = default_atol if atol is None else atol
-
     splits = [deal(len(samples), each, k, micro_batch_size, blank=can_blank) for each in ranks for k in accumulate]
     references: list[tuple[Seen, list[Count]]] = run(fit_merged, 1, case, splits, facts=facts, timeout_s=600)[0]
+    runs: list[list[Seen]] = [
+        run(fit_split, len(split.data_of), case, split, reference.start, facts=facts)
+        for split, (reference, _) in zip(splits, references, strict=True)
+    ]
+    default_rtol, default_atol = tolerances(facts.dtypes.union(*(seen[0].facts.dtypes for seen in runs)))
+    rtol = default_rtol if rtol is None else rtol
+    atol = default_atol if atol is None else atol
     results, failures = [], []
-    for split, (reference, num_tokens) in zip(splits, references, strict=True):
-        seen: list[Seen] = run(fit_split, len(split.data_of), case, split, facts=facts)
+    for split, (reference, num_tokens), seen in zip(splits, references, runs, strict=True):
         comparison = compare(seen, reference, rtol, atol)
         results.append(
             SplitResult(str(split), tuple(num_tokens), comparison.max_abs, comparison.rel_l2, comparison.wrong is None)
@@ -141,12 +143,19 @@ def _failure_text(
     return (
         f"The gradient depends on how the tokens are split.\n\n{report}\n\n"
         f"{split}, update {update}: {worst}.\n"
-        f"Likely cause: {_cause(case, facts, report, split, update, observed, reference)}"
+        f"Likely cause: {_cause(case, facts, report, split, update, worst, observed, reference)}"
     )
 
 
 def _cause(
-    case: Case, facts: Facts, report: PartitionReport, split: Split, update: int, observed: Seen, reference: Seen
+    case: Case,
+    facts: Facts,
+    report: PartitionReport,
+    split: Split,
+    update: int,
+    worst: str,
+    observed: Seen,
+    reference: Seen,
 ) -> str:
     if len(observed.gradients) != len(reference.gradients):
         return (
@@ -161,10 +170,17 @@ def _cause(
             " module by then and leaves their gradients as they are on each rank. Unfreeze in `__init__`, `setup` or"
             " `configure_model`."
         )
-    if moved := [name for name, value in reference.start.items() if not value.equal(observed.start[name])]:
+    moved = [name for name, value in reference.start.items() if not value.equal(observed.start[name])]
+    if moved and not case.host.has_mesh:
         return (
-            f"the module starts from other weights than in one process: {listed(moved)}. What a module draws once its"
-            " parameters are in shards depends on the ranks; draw or load them before, in `__init__`."
+            f"the module starts from other weights than in one process: {listed(moved)}. What is drawn after"
+            f" {case.host.wrapper} has wrapped the module depends on the ranks; draw or load it before, in `__init__`."
+        )
+    if DIFFER in worst:
+        return (
+            f"the ranks do not train on one gradient. A parameter is outside of what {case.host.wrapper} has,"
+            " gradients are reduced over a part of the ranks, or something depends on the rank: weights that are drawn,"
+            " a hook that changes parameters or gradients."
         )
     before = reference.parameters[update - 1] if update else None
     *parts, merged = run(probe, 1, case, split, update, before, facts=facts)[0]

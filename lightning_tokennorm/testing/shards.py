@@ -8,9 +8,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor
 
 Named = dict[str, Tensor]
 """Tensors by the name of their parameter, on the CPU."""
@@ -51,16 +52,45 @@ def optimised_gradients(trainer: pl.Trainer, module: nn.Module) -> Named:
 
 
 def load_parameters(module: nn.Module, values: Named) -> None:
-    """Set the parameters that are named, in one process."""
-    parameters = dict(module.named_parameters())
+    """Set the parameters that are named. All ranks of a mesh call it together; FSDP's units have no such names."""
+    parameters = {_own_name(name): parameter for name, parameter in module.named_parameters()}
     with torch.no_grad():
         for name, value in values.items():
-            if name not in parameters:
-                continue
-            parameter: Any = parameters[name]
-            if hasattr(parameter, "full_tensor"):
-                value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
-            parameter.copy_(value)
+            if isinstance(parameters.get(name), DTensor):
+                _deal_out(parameters[name], value)
+            elif name in parameters:
+                parameters[name].copy_(value)
+
+
+def _deal_out(parameter: Any, value: Tensor) -> None:
+    # torch does not deal out in all the ways in which it gathers: gather whose element is where
+    local = parameter.to_local()
+    first = dist.get_rank() * value.numel()
+    owners: Any = torch.zeros_like(parameter, dtype=torch.int64)
+    owners.to_local().copy_(torch.arange(first, first + local.numel()).view(local.shape))
+    whole = owners.full_tensor()
+    mine = (whole >= first) & (whole < first + local.numel())
+    mine_in_order = value[mine][whole[mine].argsort()]
+    local.copy_(mine_in_order.view(local.shape))
+
+
+def computed_in(trainer: pl.Trainer, module: nn.Module) -> set[torch.dtype]:
+    """The types that FSDP computes or reduces in, where they are others than those of the parameters."""
+    units = FullyShardedDataParallel.fsdp_modules(_root(trainer, module))
+    policies: list[Any] = [unit.mixed_precision for unit in units]
+    policies += [getattr(each._get_fsdp_state(), "_mp_policy", None) for each in _sharded_modules(module)]
+    types = [getattr(policy, name, None) for policy in policies for name in ("param_dtype", "reduce_dtype")]
+    return {each for each in types if each is not None}
+
+
+def divide_by_nothing(module: nn.Module) -> None:
+    """Undo a divisor that the module has given FSDP2, in one process: torch may divide twice by it there."""
+    for each in _sharded_modules(module):
+        each.set_gradient_divide_factor(None)
+
+
+def _sharded_modules(module: nn.Module) -> list[Any]:
+    return [each for each in module.modules() if hasattr(each, "set_gradient_divide_factor")]
 
 
 def _whole(trainer: pl.Trainer, module: nn.Module, *, gradients: bool) -> Named:
@@ -120,7 +150,7 @@ def _dense(gradient: Tensor | None, parameter: Tensor) -> Tensor:
 
 def _copy(tensor: Any) -> Tensor:
     tensor = tensor.detach()
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.to("cpu", copy=True)
 
 

@@ -16,11 +16,12 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
-from lightning_tokennorm.strategies.fsdp2_modules import FullyShardedModules
 from lightning_tokennorm.testing.module import batch_dependent_layers, digest_of, switch_dropout_off
 from lightning_tokennorm.testing.plain_sgd import give_optimizer, step_plainly
 from lightning_tokennorm.testing.shards import (
     Named,
+    computed_in,
+    divide_by_nothing,
     load_parameters,
     optimised,
     optimised_gradients,
@@ -41,7 +42,7 @@ class Facts:
     batch_dependent: list[str] = field(default_factory=list)
     """Layers that mix the samples of a batch."""
     dtypes: set[torch.dtype] = field(default_factory=set)
-    """Types of the parameters that are optimised."""
+    """Types of the parameters that are optimised, and those that are computed in."""
     not_optimised: list[str] = field(default_factory=list)
     """Trainable parameters that no optimizer holds."""
     unused: list[str] = field(default_factory=list)
@@ -57,7 +58,9 @@ class Seen:
     """What a fit leaves on one rank; tensors on rank zero only."""
 
     start: Named = field(default_factory=dict)
-    """The optimised parameters before the first update."""
+    """The optimised parameters as the module has made them."""
+    start_digest: str = ""
+    """A digest of their bits."""
     gradients: list[Named] = field(default_factory=list)
     """The gradient of each update, as the optimizer is about to use it; zeros where the update was skipped."""
     parameters: list[Named] = field(default_factory=list)
@@ -87,7 +90,7 @@ class _Watch(Callback):
         self.start_from = start_from
         self.seed = seed
         self.undo_divisor = undo_divisor
-        self.divisor = 1.0
+        self.started = False
         self.updates = 0
         self.gradients: Named | None = None
 
@@ -108,16 +111,25 @@ class _Watch(Callback):
         facts.layers_with_dropout = switch_dropout_off(pl_module)
         facts.batch_dependent = batch_dependent_layers(pl_module)
         held = optimised(trainer, pl_module)
-        facts.dtypes = {parameter.dtype for parameter in held.values()}
+        facts.dtypes = {parameter.dtype for parameter in held.values()} | computed_in(trainer, pl_module)
         facts.not_optimised = [name for name in trainable(pl_module) if name not in held]
         facts.unused = list(trainable(pl_module))
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        # by now all hooks have run in which a module may draw its weights
+        if self.started:
+            return
+        self.started = True
+        start = optimised_parameters(trainer, pl_module)
+        self.seen.start_digest = digest_of(start.values())
+        if trainer.is_global_zero:
+            self.seen.start = start
         if self.start_from is not None:
             load_parameters(pl_module, self.start_from)
         if self.undo_divisor:
-            self.divisor = FullyShardedModules(pl_module, [trainer.global_rank]).divided_by()
-        start = optimised_parameters(trainer, pl_module)
-        if trainer.is_global_zero:
-            self.seen.start = start
+            divide_by_nothing(pl_module)
         torch.manual_seed(self.seed)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -125,11 +137,9 @@ class _Watch(Callback):
         self.seen.facts.unused = [n for n in self.seen.facts.unused if n in parameters and parameters[n].grad is None]
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        for parameter in optimised(trainer, pl_module).values():
-            if self.divide_by is not None:
+        if self.divide_by is not None:
+            for parameter in optimised(trainer, pl_module).values():
                 _divide(parameter, self.divide_by[self.updates])
-            if self.divisor != 1 and parameter.grad is not None:
-                parameter.grad *= self.divisor
         self.gradients = optimised_gradients(trainer, pl_module)
 
     def on_train_batch_end(
@@ -205,6 +215,7 @@ def fit(
     module.configure_optimizers = lambda: watch.run_configure_optimizers(module, configure_optimizers)  # type: ignore[method-assign]
     module.configure_callbacks = lambda: _without_metrics(configure_callbacks())  # type: ignore[method-assign]
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # on how parameters are gathered here
     torch.manual_seed(0)  # for what is made in `setup` or `configure_model`
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")

@@ -91,7 +91,7 @@ ALLOWED: dict[str, set[str]] = {
     "testing/hosts": {"torch", "lightning", "_compat", "strategies", "testing"},
     "testing/precision": {"torch", "lightning", "typing_extensions"},
     "testing/plain_sgd": {"torch", "lightning"},
-    "testing/watch": {"torch", "lightning", "strategies", "testing"},
+    "testing/watch": {"torch", "lightning", "testing"},
     "testing/compare": {"torch", "testing"},
     "testing/causes": {"torch", "counting", "testing"},
     "testing/failures": {"counting", "testing"},
