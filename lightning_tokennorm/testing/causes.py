@@ -147,6 +147,11 @@ def likely_cause(
                 f" {name.removeprefix('1/')} and another does so, too, or none does: {host.what_scales}, a loss that is"
                 " already divided, a strategy of your own."
             )
+    if same(observed, expected):
+        return (
+            "it is nearly the right gradient, as rounding leaves it: check in float64, or pass a larger `rtol`. Else a"
+            " small part of the loss is not a mean over tokens."
+        )
     if same(observed, sum(part.gradient for part in parts) / (world_size * accumulate)):
         return (
             "it is the mean of the micro-batches' means: tokens in small micro-batches weigh more. This is what plain"

@@ -34,11 +34,21 @@ def cause_of_failure(text: str, facts: Facts | None, host: Host) -> str | None:
             f"`{host.plain}` and `{host.ours}` leave it to the module to split itself, and this one has no"
             " `configure_model`. Apply `fully_shard` there, or pass a strategy that needs none (`tokennorm_fsdp`)."
         )
+    if host.has_mesh and "mixed torch.Tensor and DTensor" in text:
+        return (
+            "a parameter is used while it is in shards: gathered is what `fully_shard` was applied to, while its own"
+            " forward runs. Apply it to the modules that `training_step` calls, not to the LightningModule around them."
+        )
     if host.is_fsdp and "flatten tensors with uniform" in text:
         return (
             "FSDP flattens the parameters of a unit into one, and these are not alike in type, or in whether they are"
             " trained. In training Lightning casts all to one type; do so in `make_module`, or wrap them apart"
             " (`auto_wrap_policy`)."
+        )
+    if facts is not None and facts.unused and "ran a part of the model, and not all" in text:
+        return (
+            f"{listed(facts.unused)} got no gradient in any update, and a micro-batch without tokens has no way to"
+            " where they are. Use them in the loss, freeze or remove them, or shard them together with what is used."
         )
     # the strategy's words, torch's, and those that Lightning puts in their place
     words = (

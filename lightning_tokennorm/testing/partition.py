@@ -116,6 +116,8 @@ def assert_partition_invariant(
     default_rtol, default_atol = tolerances(facts.dtypes.union(*(seen[0].facts.dtypes for seen in runs)))
     rtol = default_rtol if rtol is None else rtol
     atol = default_atol if atol is None else atol
+    if host.has_mesh and any(_drawn_otherwise(seen[0], ref) for seen, (ref, _) in zip(runs, references, strict=True)):
+        notes.append("all splits start from the weights of one process: on a mesh the module draws others")
     results, failures = [], []
     for split, (reference, num_tokens), seen in zip(splits, references, runs, strict=True):
         comparison = compare(seen, reference, rtol, atol)
@@ -128,6 +130,12 @@ def assert_partition_invariant(
     if failures:
         raise AssertionError(_failure_text(case, facts, report, *failures[-1]))
     return report
+
+
+def _drawn_otherwise(observed: Seen, reference: Seen) -> list[str]:
+    """The weights with which a module does not start as in one process."""
+    start = observed.start
+    return [name for name, value in reference.start.items() if name in start and not value.equal(start[name])]
 
 
 def _failure_text(
@@ -164,14 +172,13 @@ def _cause(
         )
     if observed.gradients[update].keys() != reference.gradients[update].keys():
         return "the module chooses what it trains by the number of ranks, the rank or the number of batches."
-    if facts.unfrozen_late and split.world_size > 1:
+    if facts.unfrozen_late and split.world_size > 1 and case.host.wrapper == "DDP":
         return (
-            f"`configure_optimizers` unfreezes {listed(facts.unfrozen_late)}. {case.host.wrapper} has wrapped the"
-            " module by then and leaves their gradients as they are on each rank. Unfreeze in `__init__`, `setup` or"
+            f"`configure_optimizers` unfreezes {listed(facts.unfrozen_late)}. DDP has wrapped the module by then"
+            " and leaves their gradients as they are on each rank. Unfreeze in `__init__`, `setup` or"
             " `configure_model`."
         )
-    moved = [name for name, value in reference.start.items() if not value.equal(observed.start[name])]
-    if moved and not case.host.has_mesh:
+    if (moved := _drawn_otherwise(observed, reference)) and not case.host.has_mesh:
         return (
             f"the module starts from other weights than in one process: {listed(moved)}. What is drawn after"
             f" {case.host.wrapper} has wrapped the module depends on the ranks; draw or load it before, in `__init__`."

@@ -414,15 +414,18 @@ def refuse(rank: int, world_size: int) -> list[str]:
         refusal(rank, world_size, TokenNormFSDP(), callbacks=[RegistersHook()]),
         refusal(rank, world_size, TokenNormFSDP(ignored_states=[module.model.head.weight]), module),
         refusal(rank, world_size, TokenNormFSDP(), WrapsItself("block")),
+        # torch makes the shards of the devices of a node, of which a CPU is one
+        refusal(rank, world_size, TokenNormFSDP(sharding_strategy="HYBRID_SHARD", **BLOCKS)),
     ]
 
 
 def test_what_fsdp_would_not_reduce_is_refused(pair: list[dict[str, Any]]) -> None:
     for found in pair:
-        hook, ignored, outside = found["refuse"]
+        hook, ignored, outside, alone = found["refuse"]
         assert "A communication hook was registered on the FSDP module" in hook
         assert "Parameter `model.head.weight` is trained, but FSDP does not reduce" in ignored
         assert "Parameter `model.embed.weight` is trained, but FSDP does not reduce" in outside
+        assert "wrapped in FSDP over 1 ranks, while the strategy counts tokens over 2" in alone
 
 
 class Detached(Module):
