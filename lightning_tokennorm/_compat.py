@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import lightning.pytorch as pl
 from lightning.fabric import is_wrapped
@@ -27,7 +27,10 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from packaging.version import Version
 
 if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
     from torchmetrics import Metric
+
+AnyStrategy = TypeVar("AnyStrategy", bound="Strategy")
 
 
 def _private(owner: Any, name: str) -> Any:
@@ -445,3 +448,26 @@ class Batches:
 
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
         return ((batch, index, 0) for index, batch in enumerate(self._batches))
+
+
+def own_precision(strategy: Strategy) -> Any:
+    """The precision plugin that a strategy was given; ``None`` for none."""
+    return _private(strategy, "_precision_plugin")
+
+
+def launch_nothing(strategy: AnyStrategy) -> AnyStrategy:
+    """Let a strategy start no processes, for they are there; returns the strategy."""
+    _private(strategy, "_configure_launcher")
+    strategy._configure_launcher = lambda: None  # type: ignore[method-assign]
+    return strategy
+
+
+def mesh_sizes(strategy: ModelParallelStrategy) -> tuple[Any, Any]:
+    """The data-parallel and the tensor-parallel size that a strategy was given: a number or ``"auto"`` each."""
+    return _private(strategy, "_data_parallel_size"), _private(strategy, "_tensor_parallel_size")
+
+
+def set_mesh_sizes(strategy: ModelParallelStrategy, data_parallel_size: int, tensor_parallel_size: int) -> None:
+    """Set both sizes, before the strategy makes its mesh."""
+    mesh_sizes(strategy)
+    strategy._data_parallel_size, strategy._tensor_parallel_size = data_parallel_size, tensor_parallel_size

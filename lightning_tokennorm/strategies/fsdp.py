@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -11,16 +10,13 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.precision import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
-from torch.distributed.fsdp.wrap import enable_wrap
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tokennorm import _compat
 from lightning_tokennorm.counting import TokenCounter
 from lightning_tokennorm.reduction import Reduction
+from lightning_tokennorm.strategies.fsdp_on_cpu import FSDPOnCPU
 from lightning_tokennorm.strategies.fsdp_units import FSDPUnits
 from lightning_tokennorm.strategies.options import refuse_unknown
 from lightning_tokennorm.strategies.sharded import ShardedStrategy
@@ -29,7 +25,7 @@ from lightning_tokennorm.window import LossReduction
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
-class TokenNormFSDP(ShardedStrategy, FSDPStrategy):
+class TokenNormFSDP(ShardedStrategy, FSDPOnCPU):
     """An `FSDPStrategy` whose gradient does not depend on how the tokens are split over ranks and micro-batches.
 
     As `TokenNormDDP`, with parameters, gradients and optimizer states in shards; also with ``accelerator="cpu"``, and
@@ -100,16 +96,6 @@ class TokenNormFSDP(ShardedStrategy, FSDPStrategy):
     # ---- the ranks
 
     @override
-    def setup_environment(self) -> None:
-        mesh = self.kwargs.get("device_mesh")
-        if not isinstance(mesh, tuple) or self.root_device.type != "cpu":
-            super().setup_environment()
-            return
-        del self.kwargs["device_mesh"]  # of which Lightning would make one of CUDA devices
-        super().setup_environment()
-        self.kwargs["device_mesh"] = init_device_mesh("cpu", mesh)
-
-    @override
     def _reduction(self) -> Reduction:
         if not dist.is_initialized():
             return Reduction(None)
@@ -123,48 +109,6 @@ class TokenNormFSDP(ShardedStrategy, FSDPStrategy):
         return Reduction(group, divided_by)
 
     # ---- set-up and teardown
-
-    @contextmanager
-    @override
-    def model_sharded_context(self) -> Any:
-        if self.root_device.type != "cpu":
-            with super().model_sharded_context():
-                yield
-            return
-        with enable_wrap(wrapper_cls=FullyShardedDataParallel, **self._wrapping_on_cpu()):
-            yield
-
-    @override
-    def _setup_model(self, model: nn.Module) -> nn.Module:
-        if self.root_device.type != "cpu" or FullyShardedDataParallel.fsdp_modules(model):
-            return super()._setup_model(model)
-        kwargs = self.kwargs
-        model = FullyShardedDataParallel(model, **self._wrapping_on_cpu())
-        try:  # the rest of it: the policy has been applied
-            self.kwargs = {name: value for name, value in kwargs.items() if name != "auto_wrap_policy"}
-            return super()._setup_model(model)
-        finally:
-            self.kwargs = kwargs
-
-    def _wrapping_on_cpu(self) -> dict[str, Any]:
-        # As `FSDPStrategy` does, but for the device: it passes an index, which a CPU does not have.
-        return {
-            "cpu_offload": self.cpu_offload,
-            "mixed_precision": self.mixed_precision_config,
-            "sharding_strategy": self.sharding_strategy,
-            "device_id": self.root_device,
-            **self.kwargs,
-        }
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.model is not None
-        if self.root_device.type != "cpu" or _compat.saves_in_shards(self):
-            return super().lightning_module_state_dict()
-        # Lightning asks torch to bring what it gathers to the CPU, which frees it where it is there already.
-        gathered = FullStateDictConfig(offload_to_cpu=False, rank0_only=True)
-        with FullyShardedDataParallel.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, gathered):
-            return self.model.state_dict()
 
     @override
     def _check_setup(self) -> None:

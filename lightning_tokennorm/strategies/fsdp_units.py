@@ -12,11 +12,13 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.utils._pytree import tree_leaves
 
 from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.gradients import Graph, first_parameter, graph_of
+
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 @dataclass
@@ -56,13 +58,15 @@ class FSDPUnits:
             MisconfigurationException: Units reduce over another number of ranks, or differ in the divisor.
         """
         for unit in self._units:
-            replicas = getattr(unit, "_inter_node_pg", None)
+            # torch does not shard over a single rank, nor reduce over the replicas of such a shard
+            is_hybrid = unit.sharding_strategy in _HYBRID
+            replicas = getattr(unit, "_inter_node_pg", None) if is_hybrid else None
             ranks = unit.world_size * (1 if replicas is None else replicas.size())
             if ranks != world_size:
                 raise MisconfigurationException(
                     f"A part of the model is wrapped in FSDP over {ranks} ranks, while the strategy counts tokens over"
                     f" {world_size}. Wrap all parts over the same ranks, and give them to the strategy as"
-                    " `process_group` or `device_mesh`."
+                    " `process_group` or `device_mesh`; shards of a single rank are not reduced at all."
                 )
         divisors = {unit._gradient_predivide_factor * unit._gradient_postdivide_factor for unit in self._units}
         if len(divisors) > 1:

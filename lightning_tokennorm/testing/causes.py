@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_tokennorm.counting import Count, SupervisedTokens, TokenCounter, check_count, rows_of, to_host
+from lightning_tokennorm.testing.hosts import Host
 from lightning_tokennorm.testing.module import as_real
 
 _TOLERANCE = (1e-3, 5e-2)
@@ -90,7 +91,9 @@ def likely_cause(
     parts: Sequence[Probe],
     merged: Probe,
     *,
+    host: Host,
     world_size: int,
+    copies: int,
     accumulate: int,
     loss_reduction: str,
     counter: TokenCounter,
@@ -103,7 +106,9 @@ def likely_cause(
         expected: The gradient of one process on the merged window: flat, float64.
         parts: The micro-batches of the window on all ranks, those without tokens left out.
         merged: The merged window.
+        host: The strategy.
         world_size: ``W``.
+        copies: Ranks that share a replica of the module.
         accumulate: ``K``.
         loss_reduction: What the strategy takes the loss for.
         counter: The strategy's counter.
@@ -125,24 +130,32 @@ def likely_cause(
     if merged.counted == 0:
         return (
             "no sample of this window has a supervised token, and the strategy made an update of it: the mean over no"
-            " token is NaN. `TokenNormDDP` skips such an update."
+            f" token is NaN. `{host.ours}` skips such an update."
         )
     if not observed.isfinite().all() and any(part.counted == 0 for part in parts):
         return (
             "a micro-batch without supervised tokens, whose mean loss is NaN, and the strategy lets its gradient in."
-            " `TokenNormDDP` gives it no weight."
+            f" `{host.ours}` gives it no weight."
         )
-    for name, factor in (("W", world_size), ("1/W", 1 / world_size), ("K", accumulate), ("1/K", 1 / accumulate)):
+    numbers = {"W": world_size, "K": accumulate, "T": copies}
+    factors = {key: factor for name, n in numbers.items() for key, factor in ((name, n), (f"1/{name}", 1 / n))}
+    for name, factor in factors.items():
         if factor != 1 and same(observed, factor * expected):
+            of = ", the number of ranks that share a replica" if name.endswith("T") else ""
             return (
-                f"the gradient is {name} = {factor:g} times the right one. One component divides or multiplies by"
-                f" {name.removeprefix('1/')} and another does so, too, or none does: a communication hook that leaves"
-                " a sum, a loss that is already divided, a strategy of your own."
+                f"the gradient is {name} = {factor:g} times the right one{of}. One component divides or multiplies by"
+                f" {name.removeprefix('1/')} and another does so, too, or none does: {host.what_scales}, a loss that is"
+                " already divided, a strategy of your own."
             )
+    if same(observed, expected):
+        return (
+            "it is nearly the right gradient, as rounding leaves it: check in float64, or pass a larger `rtol`. Else a"
+            " small part of the loss is not a mean over tokens."
+        )
     if same(observed, sum(part.gradient for part in parts) / (world_size * accumulate)):
         return (
             "it is the mean of the micro-batches' means: tokens in small micro-batches weigh more. This is what plain"
-            " `DDPStrategy` and gradient accumulation do; use `TokenNormDDP`."
+            f" `{host.plain}` and gradient accumulation do; use `{host.ours}`."
         )
     weighted = sum(_times(part.counted if loss_reduction == "mean" else 1, part.gradient) for part in parts) / counted
     if loss_reduction == "mean" and same(observed, weighted):
@@ -189,5 +202,5 @@ def _same(a: Any, b: Any, tolerance: float) -> bool:
 
 
 def flat(gradients: Mapping[str, Tensor]) -> Tensor:
-    """Gradients by name as one float64 vector."""
-    return torch.cat([as_real(gradient).flatten() for gradient in gradients.values()])
+    """Gradients by name as one float64 vector, in an order that does not depend on the host."""
+    return torch.cat([as_real(gradients[name]).flatten() for name in sorted(gradients)])

@@ -16,6 +16,9 @@ _TOLERANCES |= {torch.complex128: _TOLERANCES[torch.float64], torch.complex64: _
 """Relative and absolute tolerance by the type of the parameters; both far below what any known mistake leaves."""
 _LOW_PRECISION = (5e-2, 1e-3)
 
+DIFFER = "the parameters differ between ranks"
+"""What is wrong where the ranks do not even make the same update."""
+
 
 def tolerances(dtypes: Iterable[torch.dtype]) -> tuple[float, float]:
     """Relative and absolute tolerance for parameters of these types: those of the coarsest."""
@@ -47,6 +50,8 @@ def compare(ranks: Sequence[Seen], reference: Seen, rtol: float, atol: float) ->
     max_abs = rel_l2 = 0.0
     wrong: tuple[int, str] | None = None
     observed = ranks[0]
+    if len({seen.start_digest for seen in ranks}) > 1:
+        return _apart(0, f"{DIFFER} before it")
     if len(observed.gradients) != len(reference.gradients):
         return _apart(0, f"{len(observed.gradients)} updates instead of {len(reference.gradients)}")
     for update, expected in enumerate(reference.gradients):
@@ -71,7 +76,7 @@ def compare(ranks: Sequence[Seen], reference: Seen, rtol: float, atol: float) ->
                 worst = excess
                 worst_text = f"worst in {name!r}: relative L2 error {norm / size if size else norm:.2e}"
         if len({seen.digests[update] for seen in ranks}) > 1:
-            worst, worst_text = float("inf"), "the parameters differ between ranks"
+            worst, worst_text = float("inf"), DIFFER
         if wrong is None and not worst <= 1:
             wrong = (update, worst_text)
     return Comparison(max_abs, rel_l2, wrong)

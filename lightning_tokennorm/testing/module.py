@@ -1,4 +1,4 @@
-"""What a module is like: its parameters, and the layers for which no split can be alike."""
+"""What a module is like: the bits of its parameters, and the layers for which no split can be alike."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
-
-Named = dict[str, Tensor]
-"""Tensors by the name of their parameter, on the CPU."""
 
 
 def build(make_module: Callable[[], pl.LightningModule]) -> pl.LightningModule:
@@ -46,36 +43,6 @@ def batch_dependent_layers(module: nn.Module) -> list[str]:
     ]
 
 
-def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable parameters by name, each once."""
-    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-
-
-def optimised(trainer: pl.Trainer, module: nn.Module) -> dict[str, nn.Parameter]:
-    """Those trainable parameters that an optimizer of the fit holds.
-
-    Nobody but an optimizer clears gradients, so those of other parameters pile up and say nothing of an update.
-    """
-    held = {
-        parameter: f"parameter {index} of group {number} of the optimizer, which is none of the module"
-        for optimizer in trainer.optimizers
-        for number, group in enumerate(optimizer.param_groups)
-        for index, parameter in enumerate(group["params"])
-        if parameter.requires_grad
-    }
-    found = {name: parameter for name, parameter in trainable(module).items() if held.pop(parameter, None)}
-    return found | {name: parameter for parameter, name in held.items()}
-
-
-def load_parameters(module: nn.Module, values: Named) -> None:
-    """Set the parameters that are named."""
-    parameters = dict(module.named_parameters())
-    with torch.no_grad():
-        for name, value in values.items():
-            if name in parameters:
-                parameters[name].copy_(value)
-
-
 def digest_of(tensors: Iterable[Tensor]) -> str:
     """A digest of the bits of tensors, wherever and however they lie in memory."""
     digest = hashlib.sha256()
@@ -83,14 +50,6 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
         plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         digest.update(plain.view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def dense(gradient: Tensor | None, parameter: Tensor) -> Tensor:
-    """A copy of a gradient as a dense tensor on the CPU; zeros where there is none."""
-    if gradient is None:
-        return torch.zeros_like(parameter, device="cpu").detach()
-    gradient = gradient.detach().cpu()
-    return gradient.clone() if gradient.layout is torch.strided else gradient.to_dense()
 
 
 def as_real(tensor: Tensor) -> Tensor:

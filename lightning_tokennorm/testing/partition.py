@@ -3,48 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.strategies import Strategy
-from torch import Tensor
 from torch.utils.data import default_collate
 
-from lightning_tokennorm.counting import Count, SupervisedTokens, TokenCounter, counter_for
-from lightning_tokennorm.strategies import TokenNormDDP
-from lightning_tokennorm.testing.causes import Probe, count_on_host, flat, likely_cause, possible_denominators
-from lightning_tokennorm.testing.compare import compare, tolerances
-from lightning_tokennorm.testing.failures import cause_of_failure, describe_missing_tokens
-from lightning_tokennorm.testing.module import Named, build, listed
-from lightning_tokennorm.testing.ranks import RankError, run_ranks
+from lightning_tokennorm.counting import Count, SupervisedTokens
+from lightning_tokennorm.testing.causes import flat, likely_cause
+from lightning_tokennorm.testing.compare import DIFFER, compare, tolerances
+from lightning_tokennorm.testing.fits import Case, fit_merged, fit_split, probe, run
+from lightning_tokennorm.testing.hosts import StrategyLike, host_of
+from lightning_tokennorm.testing.module import listed
+from lightning_tokennorm.testing.preconditions import check_preconditions
 from lightning_tokennorm.testing.report import PartitionReport, SplitResult
-from lightning_tokennorm.testing.splits import MicroBatch, Split, deal, make_batches
-from lightning_tokennorm.testing.watch import Facts, Seen, fit
-
-
-@dataclass(frozen=True)
-class _Case:
-    """What all processes have to know."""
-
-    make_module: Callable[[], pl.LightningModule]
-    samples: Sequence[Any]
-    collate_fn: Callable[[list[Any]], Any]
-    make_strategy: Callable[[], Strategy]
-    counter: TokenCounter
-    loss_reduction: str
-
-    def batches(self, micro_batches: Sequence[MicroBatch]) -> list[Any]:
-        return make_batches(micro_batches, self.samples, self.collate_fn, self._clear_labels)
-
-    def _clear_labels(self, batch: Any) -> None:
-        assert isinstance(self.counter, SupervisedTokens)
-        self.counter.find_labels(batch).fill_(self.counter.ignore_index)
-
-    def merged_batches(self, split: Split) -> list[Any]:
-        return self.batches([MicroBatch(tuple(split.merged(window))) for window in range(len(split.windows))])
+from lightning_tokennorm.testing.splits import Split, deal
+from lightning_tokennorm.testing.watch import Facts, Seen
 
 
 def assert_partition_invariant(
@@ -52,10 +25,10 @@ def assert_partition_invariant(
     samples: Sequence[Any],
     *,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-    world_sizes: Sequence[int] = (1, 2),
+    world_sizes: Sequence[int] | None = None,
     accumulate: Sequence[int] = (1, 2, 3),
     micro_batch_size: int = 2,
-    strategy: Strategy | Callable[[], Strategy] | None = None,
+    strategy: StrategyLike = None,
     rtol: float | None = None,
     atol: float | None = None,
     allow_batch_dependent: bool = False,
@@ -75,11 +48,12 @@ def assert_partition_invariant(
         make_module: Builds the module, with the same weights each time when torch's seed is the same.
         samples: The samples of a data set, a dozen is enough. All are used in each split.
         collate_fn: Makes a batch of a list of samples. Default: `torch.utils.data.default_collate`.
-        world_sizes: Numbers of ranks to try.
+        world_sizes: Numbers of ranks to try. Default: 1 and 2; for a strategy whose mesh has a size, what that needs.
         accumulate: Numbers of micro-batches per window to try.
         micro_batch_size: Most samples in a micro-batch; there are smaller ones, too.
-        strategy: The strategy or a function that makes it. Default: `TokenNormDDP()`. Another than `TokenNormDDP` shows
-            what that one does.
+        strategy: The strategy, its name, or a class or function that makes it. Default: `TokenNormDDP()`. Another than
+            one of this package shows what that one does. A mesh whose sizes are ``"auto"`` has two tensor-parallel
+            ranks where the number of ranks is even and at least 4, else one.
         rtol: Relative tolerance of a parameter's gradient, in the L2 norm. Default: 1e-9 for float64 parameters, 1e-4
             for float32, 5e-2 below.
         atol: Absolute tolerance, added to it. Default: 1e-12, 1e-6, 1e-3.
@@ -91,8 +65,10 @@ def assert_partition_invariant(
     Raises:
         AssertionError: A split differs. The text has the table, names the split, the update and the worst parameter,
             and the likely cause.
-        ValueError: The check cannot be made: no samples, none with a supervised token, layers that mix samples, weights
-            that differ from one ``make_module()`` to the next, a loss that differs from one run to the next.
+        ValueError: The proof cannot be made: no samples, none with a supervised token, layers that mix samples, weights
+            that differ from one ``make_module()`` to the next, a loss that differs from one run to the next, a strategy
+            that runs on other devices only or needs another number of ranks.
+        TypeError: ``strategy`` is none.
         RuntimeError: A fit failed, or the data raised; the text says where, the cause if it is a known one, and has the
             traceback.
 
@@ -117,179 +93,53 @@ def assert_partition_invariant(
     """
     if not samples:
         raise ValueError("`assert_partition_invariant(samples=...)` got no sample; expected about a dozen.")
-    make_strategy = _strategy_maker(strategy)
-    probed_strategy = make_strategy()
-    case = _Case(
+    host = host_of(strategy)
+    ranks = [host.data_of(w) for w in (host.default_world_sizes if world_sizes is None else world_sizes)]
+    case = Case(
         make_module,
         samples,
         collate_fn or default_collate,
-        make_strategy,
-        getattr(probed_strategy, "count_tokens", None) or SupervisedTokens(),
-        getattr(probed_strategy, "loss_reduction", "mean"),
+        host,
+        getattr(host.probe, "count_tokens", None) or SupervisedTokens(),
+        getattr(host.probe, "loss_reduction", "mean"),
     )
-    case, facts, notes = _check_preconditions(case, allow_batch_dependent)
+    case, facts, notes = check_preconditions(case, allow_batch_dependent)
     can_blank = isinstance(case.counter, SupervisedTokens)
     if not can_blank:
         notes.append("no rank without tokens was tried: nothing says where a `count_tokens` of your own finds labels")
-    default_rtol, default_atol = tolerances(facts.dtypes)
+    splits = [deal(len(samples), each, k, micro_batch_size, blank=can_blank) for each in ranks for k in accumulate]
+    references: list[tuple[Seen, list[Count]]] = run(fit_merged, 1, case, splits, facts=facts, timeout_s=600)[0]
+    runs: list[list[Seen]] = [
+        run(fit_split, len(split.data_of), case, split, reference.start, facts=facts)
+        for split, (reference, _) in zip(splits, references, strict=True)
+    ]
+    default_rtol, default_atol = tolerances(facts.dtypes.union(*(seen[0].facts.dtypes for seen in runs)))
     rtol = default_rtol if rtol is None else rtol
     atol = default_atol if atol is None else atol
-
-    splits = [deal(len(samples), w, k, micro_batch_size, blank=can_blank) for w in world_sizes for k in accumulate]
-    references: list[tuple[Seen, list[Count]]] = _run(_fit_merged, 1, case, splits, facts=facts, timeout_s=600)[0]
+    if host.has_mesh and any(_drawn_otherwise(seen[0], ref) for seen, (ref, _) in zip(runs, references, strict=True)):
+        notes.append("all splits start from the weights of one process: on a mesh the module draws others")
     results, failures = [], []
-    for split, (reference, num_tokens) in zip(splits, references, strict=True):
-        ranks: list[Seen] = _run(_fit_split, split.world_size, case, split, facts=facts)
-        comparison = compare(ranks, reference, rtol, atol)
+    for split, (reference, num_tokens), seen in zip(splits, references, runs, strict=True):
+        comparison = compare(seen, reference, rtol, atol)
         results.append(
             SplitResult(str(split), tuple(num_tokens), comparison.max_abs, comparison.rel_l2, comparison.wrong is None)
         )
         if comparison.wrong is not None:
-            failures.append((split, comparison.wrong, ranks[0], reference))
+            failures.append((split, comparison.wrong, seen[0], reference))
     report = PartitionReport(tuple(results), rtol, atol, tuple(notes))
     if failures:
         raise AssertionError(_failure_text(case, facts, report, *failures[-1]))
     return report
 
 
-def _strategy_maker(strategy: Strategy | Callable[[], Strategy] | None) -> Callable[[], Strategy]:
-    if strategy is None:
-        return TokenNormDDP
-    # each process has its own copy of an object, and uses it for one fit
-    return (lambda: strategy) if isinstance(strategy, Strategy) else strategy
-
-
-def _run(
-    body: Callable[..., Any], world_size: int, case: _Case, *args: Any, facts: Facts | None, timeout_s: float = 300
-) -> list[Any]:
-    """Run ranks; where they fail, say first what that means."""
-    try:
-        return run_ranks(body, world_size, case, *args, timeout_s=timeout_s)
-    except RankError as error:
-        where = next((f"with {arg}" for arg in args if isinstance(arg, Split)), "in one process, without any strategy")
-        cause = cause_of_failure(str(error), facts)
-        likely = f"Likely cause: {cause}\n" if cause else ""
-        raise RankError(f"The fit failed {where}, so nothing could be compared.\n{likely}\n{error}") from None
-
-
-def _check_preconditions(case: _Case, allow_batch_dependent: bool) -> tuple[_Case, Facts, list[str]]:
-    """Look at what the check relies on; returns the case with the module's counter, facts, and notes."""
-    if isinstance(case.counter, SupervisedTokens) and case.counter.shift == "auto":
-        case = replace(case, counter=_run(_take_counter, 1, case, facts=None)[0])
-    without_tokens, shift_shows = _run(_look_at_labels, 1, case, facts=None)[0]
-    if without_tokens:
-        raise ValueError(without_tokens)
-    if differ := _run(_build_twice, 1, case, facts=None)[0]:
-        raise ValueError(
-            f"`make_module()` does not give the same weights each time: {listed(differ)} differ, although"
-            " torch's seed was the same. Load them, or draw them from torch's generator."
-        )
-    facts, losses = _run(_fit_twice, 1, case, facts=None)[0]
-    notes = ["plain SGD takes the place of the module's optimizer"]
-    if facts.layers_with_dropout:
-        layers = "1 layer" if facts.layers_with_dropout == 1 else f"{facts.layers_with_dropout} layers"
-        notes.append(f"dropout is switched off in {layers} for the run")
-    if not shift_shows:
-        notes.append("no sample has a live first label, so a `shift` that does not fit the model would not show")
-    if facts.not_optimised:
-        notes.append(f"not compared, since no optimizer holds them: {listed(facts.not_optimised)}")
-    if facts.batch_dependent:
-        mixing = ", ".join(facts.batch_dependent)
-        if not allow_batch_dependent:
-            raise ValueError(
-                f"These layers mix the samples of a batch, so no split leaves them alike: {mixing}. Put them into eval"
-                " mode in `make_module`, replace them, or pass `allow_batch_dependent=True` and wide tolerances."
-            )
-        notes.append(f"layers that mix the samples of a batch are allowed: {mixing}")
-    if losses[0] != losses[1] and losses[0] == losses[0]:
-        raise ValueError(
-            f"The loss is not deterministic: the same samples and weights gave {losses[0]!r} and {losses[1]!r}. Switch"
-            " the randomness of the module off in `make_module`, and that of `collate_fn`."
-        )
-    return case, facts, notes
-
-
-# ---- in the processes
-
-
-def _take_counter(rank: int, world_size: int, case: _Case) -> TokenCounter:
-    """The counter that fits the module, which `configure_model` may have built only in a fit."""
-    module = build(case.make_module)
-    with suppress(Exception):  # is told where the fits are run that the check is about
-        fit(module, case.batches([MicroBatch((0,))]), strategy="auto")
-    return counter_for(case.counter, module)
-
-
-def _look_at_labels(rank: int, world_size: int, case: _Case) -> tuple[str | None, bool]:
-    """Why there is nothing to train on, and whether the samples can tell a model that shifts labels from others."""
-    batches = case.batches([MicroBatch((index,)) for index in range(len(case.samples))])
-    if not any(count_on_host(case.counter, batch) for batch in batches):
-        return describe_missing_tokens(case.counter, batches), True
-    found = [possible_denominators(batch, case.counter, None) for batch in batches]
-    return None, any(name.get("shifted") != name.get("unshifted") for name in found) or not any(found)
-
-
-def _build_twice(rank: int, world_size: int, case: _Case) -> list[str]:
-    first, second = build(case.make_module).state_dict(), build(case.make_module).state_dict()
-    return [name for name, value in first.items() if isinstance(value, Tensor) and not _alike(value, second[name])]
-
-
-def _alike(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a, b)
-
-
-def _fit_twice(rank: int, world_size: int, case: _Case) -> tuple[Facts, list[float]]:
-    """All samples in one batch, twice from the start: with other random numbers."""
-    everything = MicroBatch(tuple(range(len(case.samples))))
-    fits = [
-        fit(build(case.make_module), [batch], strategy="auto", seed=seed)
-        for seed, batch in enumerate(case.batches([everything, everything]))
-    ]
-    return fits[0].facts, [fits[0].losses[0], fits[1].losses[0]]
-
-
-def _fit_merged(rank: int, world_size: int, case: _Case, splits: Sequence[Split]) -> list[tuple[Seen, list[Count]]]:
-    """The reference: one process, one batch per window, none of this package's scaling."""
-    references = []
-    for split in splits:
-        batches = case.merged_batches(split)
-        num_tokens = [count_on_host(case.counter, batch) for batch in batches]  # before a step can change them
-        # a window without tokens is no update
-        divide_by = [count if case.loss_reduction == "sum" else float(count > 0) for count in num_tokens]
-        seen = fit(build(case.make_module), batches, strategy="auto", divide_by=divide_by)
-        references.append((seen, num_tokens))
-    return references
-
-
-def _fit_split(rank: int, world_size: int, case: _Case, split: Split) -> Seen:
-    return fit(
-        build(case.make_module),
-        case.batches(split.ranks[rank]),
-        strategy=case.make_strategy(),
-        world_size=world_size,
-        accumulate=split.accumulate,
-    )
-
-
-def _probe(rank: int, world_size: int, case: _Case, split: Split, window: int, parameters: Named | None) -> list[Probe]:
-    """Each micro-batch of a window that keeps its labels, and last the merged window, alone from given parameters."""
-    parts = [m for by_rank in split.windows[window] for m in by_rank if m.supervised]
-    parts.append(MicroBatch(tuple(split.merged(window))))
-    before, batches = case.batches(parts), case.batches(parts)
-    seen = fit(build(case.make_module), batches, strategy="auto", learning_rate=0.0, start_from=parameters)
-    return [
-        Probe(
-            flat(gradient),
-            count_on_host(case.counter, untouched),
-            count_on_host(case.counter, used),
-            possible_denominators(untouched, case.counter, returned),
-        )
-        for gradient, untouched, used, returned in zip(seen.gradients, before, batches, seen.num_tokens, strict=True)
-    ]
+def _drawn_otherwise(observed: Seen, reference: Seen) -> list[str]:
+    """The weights with which a module does not start as in one process."""
+    start = observed.start
+    return [name for name, value in reference.start.items() if name in start and not value.equal(start[name])]
 
 
 def _failure_text(
-    case: _Case,
+    case: Case,
     facts: Facts,
     report: PartitionReport,
     split: Split,
@@ -301,12 +151,19 @@ def _failure_text(
     return (
         f"The gradient depends on how the tokens are split.\n\n{report}\n\n"
         f"{split}, update {update}: {worst}.\n"
-        f"Likely cause: {_cause(case, facts, report, split, update, observed, reference)}"
+        f"Likely cause: {_cause(case, facts, report, split, update, worst, observed, reference)}"
     )
 
 
 def _cause(
-    case: _Case, facts: Facts, report: PartitionReport, split: Split, update: int, observed: Seen, reference: Seen
+    case: Case,
+    facts: Facts,
+    report: PartitionReport,
+    split: Split,
+    update: int,
+    worst: str,
+    observed: Seen,
+    reference: Seen,
 ) -> str:
     if len(observed.gradients) != len(reference.gradients):
         return (
@@ -315,20 +172,33 @@ def _cause(
         )
     if observed.gradients[update].keys() != reference.gradients[update].keys():
         return "the module chooses what it trains by the number of ranks, the rank or the number of batches."
-    if facts.unfrozen_late and split.world_size > 1:
+    if facts.unfrozen_late and split.world_size > 1 and case.host.wrapper == "DDP":
         return (
             f"`configure_optimizers` unfreezes {listed(facts.unfrozen_late)}. DDP has wrapped the module by then"
             " and leaves their gradients as they are on each rank. Unfreeze in `__init__`, `setup` or"
             " `configure_model`."
         )
+    if (moved := _drawn_otherwise(observed, reference)) and not case.host.has_mesh:
+        return (
+            f"the module starts from other weights than in one process: {listed(moved)}. What is drawn after"
+            f" {case.host.wrapper} has wrapped the module depends on the ranks; draw or load it before, in `__init__`."
+        )
+    if DIFFER in worst:
+        return (
+            f"the ranks do not train on one gradient. A parameter is outside of what {case.host.wrapper} has,"
+            " gradients are reduced over a part of the ranks, or something depends on the rank: weights that are drawn,"
+            " a hook that changes parameters or gradients."
+        )
     before = reference.parameters[update - 1] if update else None
-    *parts, merged = _run(_probe, 1, case, split, update, before, facts=facts)[0]
+    *parts, merged = run(probe, 1, case, split, update, before, facts=facts)[0]
     return likely_cause(
         flat(observed.gradients[update]),
         flat(reference.gradients[update]),
         parts,
         merged,
+        host=case.host,
         world_size=split.world_size,
+        copies=split.copies,
         accumulate=split.accumulate,
         loss_reduction=case.loss_reduction,
         counter=case.counter,

@@ -23,11 +23,18 @@ class Split:
     """An epoch of micro-batches, dealt to ranks."""
 
     world_size: int
-    """``W``: ranks."""
+    """``W``: ranks with micro-batches of their own."""
     accumulate: int
     """``K``: micro-batches per window and rank."""
     ranks: tuple[tuple[MicroBatch, ...], ...]
     """The micro-batches of each rank, the same number on every rank."""
+    data_of: tuple[int, ...]
+    """The processes, each by the rank whose micro-batches it trains on: those with the same are copies."""
+
+    @property
+    def copies(self) -> int:
+        """How many processes train on the same micro-batches."""
+        return len(self.data_of) // self.world_size
 
     @property
     def windows(self) -> list[list[list[MicroBatch]]]:
@@ -42,7 +49,8 @@ class Split:
 
     def __str__(self) -> str:
         sizes = [len(micro_batch.samples) for rank in self.ranks for micro_batch in rank]
-        parts = [f"W={self.world_size} K={self.accumulate}", f"micro-batches of {min(sizes)}-{max(sizes)}"]
+        copies = f" on {self.copies} ranks each" if self.copies > 1 else ""
+        parts = [f"W={self.world_size}{copies} K={self.accumulate}", f"micro-batches of {min(sizes)}-{max(sizes)}"]
         if len(self.ranks[0]) % self.accumulate:
             parts.append("short last window")
         if any(all(not m.supervised for m in rank) for window in self.windows for rank in window):
@@ -52,16 +60,17 @@ class Split:
         return ", ".join(parts)
 
 
-def deal(num_samples: int, world_size: int, accumulate: int, micro_batch_size: int, *, blank: bool) -> Split:
+def deal(num_samples: int, data_of: Sequence[int], accumulate: int, micro_batch_size: int, *, blank: bool) -> Split:
     """Deal all samples: ragged micro-batches, at least two full windows, and a short last one where ``K > 1``.
 
     Args:
         num_samples: How many samples there are; they are gone through again where a window is not full.
-        world_size: ``W``.
+        data_of: The processes, each by the rank whose micro-batches it trains on.
         accumulate: ``K``.
         micro_batch_size: Most samples of a micro-batch; there are smaller ones, too.
         blank: Whether to leave a rank (the last micro-batch, with one rank) of the second window without tokens.
     """
+    world_size = max(data_of) + 1
     ranks: list[list[MicroBatch]] = [[] for _ in range(world_size)]
     next_sample = 0
 
@@ -84,7 +93,7 @@ def deal(num_samples: int, world_size: int, accumulate: int, micro_batch_size: i
         add_column()
     for _ in range(accumulate - 1):
         add_column()
-    return Split(world_size, accumulate, tuple(tuple(rank) for rank in ranks))
+    return Split(world_size, accumulate, tuple(tuple(rank) for rank in ranks), tuple(data_of))
 
 
 def make_batches(

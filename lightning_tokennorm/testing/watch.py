@@ -16,17 +16,18 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
-from lightning_tokennorm.testing.module import (
+from lightning_tokennorm.testing.module import batch_dependent_layers, digest_of, switch_dropout_off
+from lightning_tokennorm.testing.plain_sgd import give_optimizer, step_plainly
+from lightning_tokennorm.testing.shards import (
     Named,
-    batch_dependent_layers,
-    dense,
-    digest_of,
+    computed_in,
+    divide_by_nothing,
     load_parameters,
     optimised,
-    switch_dropout_off,
+    optimised_gradients,
+    optimised_parameters,
     trainable,
 )
-from lightning_tokennorm.testing.plain_sgd import give_optimizer, step_plainly
 
 LEARNING_RATE = 1e-2
 """Of the plain SGD that takes the place of the module's optimizer."""
@@ -41,7 +42,7 @@ class Facts:
     batch_dependent: list[str] = field(default_factory=list)
     """Layers that mix the samples of a batch."""
     dtypes: set[torch.dtype] = field(default_factory=set)
-    """Types of the parameters that are optimised."""
+    """Types of the parameters that are optimised, and those that are computed in."""
     not_optimised: list[str] = field(default_factory=list)
     """Trainable parameters that no optimizer holds."""
     unused: list[str] = field(default_factory=list)
@@ -56,6 +57,10 @@ class Facts:
 class Seen:
     """What a fit leaves on one rank; tensors on rank zero only."""
 
+    start: Named = field(default_factory=dict)
+    """The optimised parameters as the module has made them."""
+    start_digest: str = ""
+    """A digest of their bits."""
     gradients: list[Named] = field(default_factory=list)
     """The gradient of each update, as the optimizer is about to use it; zeros where the update was skipped."""
     parameters: list[Named] = field(default_factory=list)
@@ -72,13 +77,20 @@ class Seen:
 
 class _Watch(Callback):
     def __init__(
-        self, learning_rate: float, divide_by: Sequence[float] | None, start_from: Named | None, seed: int
+        self,
+        learning_rate: float,
+        divide_by: Sequence[float] | None,
+        start_from: Named | None,
+        seed: int,
+        undo_divisor: bool,
     ) -> None:
         self.seen = Seen()
         self.learning_rate = learning_rate
         self.divide_by = divide_by
         self.start_from = start_from
         self.seed = seed
+        self.undo_divisor = undo_divisor
+        self.started = False
         self.updates = 0
         self.gradients: Named | None = None
 
@@ -99,11 +111,25 @@ class _Watch(Callback):
         facts.layers_with_dropout = switch_dropout_off(pl_module)
         facts.batch_dependent = batch_dependent_layers(pl_module)
         held = optimised(trainer, pl_module)
-        facts.dtypes = {parameter.dtype for parameter in held.values()}
+        facts.dtypes = {parameter.dtype for parameter in held.values()} | computed_in(trainer, pl_module)
         facts.not_optimised = [name for name in trainable(pl_module) if name not in held]
         facts.unused = list(trainable(pl_module))
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        # by now all hooks have run in which a module may draw its weights
+        if self.started:
+            return
+        self.started = True
+        start = optimised_parameters(trainer, pl_module)
+        self.seen.start_digest = digest_of(start.values())
+        if trainer.is_global_zero:
+            self.seen.start = start
         if self.start_from is not None:
             load_parameters(pl_module, self.start_from)
+        if self.undo_divisor:
+            divide_by_nothing(pl_module)
         torch.manual_seed(self.seed)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -111,11 +137,10 @@ class _Watch(Callback):
         self.seen.facts.unused = [n for n in self.seen.facts.unused if n in parameters and parameters[n].grad is None]
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        parameters = optimised(trainer, pl_module)
         if self.divide_by is not None:
-            for parameter in parameters.values():
+            for parameter in optimised(trainer, pl_module).values():
                 _divide(parameter, self.divide_by[self.updates])
-        self.gradients = {name: dense(parameter.grad, parameter) for name, parameter in parameters.items()}
+        self.gradients = optimised_gradients(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -125,13 +150,13 @@ class _Watch(Callback):
         if trainer.global_step == self.updates:
             return
         self.updates = trainer.global_step
-        parameters = optimised(trainer, pl_module)
+        parameters = optimised_parameters(trainer, pl_module)
         self.seen.digests.append(digest_of(parameters.values()))
         gradients, self.gradients = self.gradients, None
         if trainer.is_global_zero:
             # none where a strategy leaves an update out, since its window has no token
-            self.seen.gradients.append(gradients or {n: dense(None, p) for n, p in parameters.items()})
-            self.seen.parameters.append({n: p.detach().cpu().clone() for n, p in parameters.items()})
+            self.seen.gradients.append(gradients or {n: torch.zeros_like(p) for n, p in parameters.items()})
+            self.seen.parameters.append(parameters)
 
 
 def _divide(parameter: nn.Parameter, divisor: float) -> None:
@@ -167,6 +192,7 @@ def fit(
     divide_by: Sequence[float] | None = None,
     start_from: Named | None = None,
     seed: int = 0,
+    undo_divisor: bool = False,
 ) -> Seen:
     """Fit a module with plain SGD on a real Trainer, in a process that `run_ranks` has started.
 
@@ -176,18 +202,20 @@ def fit(
         module: The module, fresh from `build`.
         batches: This rank's micro-batches, one epoch of them.
         strategy: The strategy, or the name of one.
-        world_size: ``W``.
+        world_size: The number of ranks.
         accumulate: ``K``.
         learning_rate: Of SGD.
         divide_by: What to divide the gradient of each update by; 0 for an update to leave out.
         start_from: Parameters to start from instead of the module's own.
         seed: For torch's generator when training starts.
+        undo_divisor: Whether to take back what the module makes FSDP2 divide by, as there is a single rank.
     """
-    watch = _Watch(learning_rate, divide_by, start_from, seed)
+    watch = _Watch(learning_rate, divide_by, start_from, seed, undo_divisor)
     configure_optimizers, configure_callbacks = module.configure_optimizers, module.configure_callbacks
     module.configure_optimizers = lambda: watch.run_configure_optimizers(module, configure_optimizers)  # type: ignore[method-assign]
     module.configure_callbacks = lambda: _without_metrics(configure_callbacks())  # type: ignore[method-assign]
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # on how parameters are gathered here
     torch.manual_seed(0)  # for what is made in `setup` or `configure_model`
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")

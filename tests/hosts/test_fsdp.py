@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import FSDPPrecision
-from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import wrap
 
 from lightning_tokennorm import TokenMeanMetric, TokenNormFSDP
+from lightning_tokennorm.strategies.fsdp_on_cpu import FSDPOnCPU
+from lightning_tokennorm.testing.precision import KeepTypes
 from tests.helpers import law
 from tests.helpers.launch import run_ranks
 from tests.helpers.law import Case, Module
@@ -33,33 +33,6 @@ HAND = "hand-written"
 UNEVEN = {"lengths": (5, 2), "empty": ((0, 1),)}
 EMPTY_RANK = {"empty": tuple((1, index) for index in range(5))}
 EMPTY_WINDOW = {"empty": tuple((rank, index) for rank in range(2) for index in range(3))}
-
-
-class Float64(FSDPPrecision):
-    """Lightning's plugin casts to float32, in which the law cannot be seen to 1e-12."""
-
-    def __init__(self) -> None:
-        super().__init__("32-true")
-        self._desired_input_dtype = torch.float64
-
-    @property
-    def mixed_precision_config(self) -> MixedPrecision:
-        return MixedPrecision(torch.float64, torch.float64, torch.float64)
-
-
-class PlainFSDP(FSDPStrategy):
-    """Lightning's own on the CPU, for which it passes a device that torch refuses."""
-
-    def _setup_model(self, model: Any) -> Any:
-        model = FullyShardedDataParallel(
-            model,
-            device_id=self.root_device,
-            mixed_precision=self.mixed_precision_config,
-            sharding_strategy=self.sharding_strategy,
-            **self.kwargs,
-        )
-        self.kwargs.pop("auto_wrap_policy", None)
-        return super()._setup_model(model)
 
 
 class FlatOptimizer(Module):
@@ -157,7 +130,9 @@ def fit_all(rank: int, world_size: int, cases: dict[str, tuple[Case, dict[str, A
     for name, (case, options, module) in cases.items():
         strategy = TokenNormFSDP(loss_reduction="sum" if case.loss == "sum" else "mean", **options)
         try:
-            gradients[name] = law.fit(rank, world_size, case, strategy, make_module(module, case), plugins=[Float64()])
+            gradients[name] = law.fit(
+                rank, world_size, case, strategy, make_module(module, case), plugins=[KeepTypes()]
+            )
         except Exception as raised:
             raise AssertionError(f"case {name!r}") from raised
     return gradients
@@ -219,7 +194,7 @@ def test_law_on_shards_and_replicas() -> None:
 
 def fit_plain(rank: int, world_size: int) -> float:
     case = Case()
-    return law.error(case, law.fit(rank, world_size, case, PlainFSDP(**BLOCKS), plugins=[Float64()]))
+    return law.error(case, law.fit(rank, world_size, case, FSDPOnCPU(**BLOCKS), plugins=[KeepTypes()]))
 
 
 def test_plain_fsdp_is_off(pair: list[dict[str, Any]]) -> None:
@@ -293,7 +268,7 @@ def resume(rank: int, world_size: int, folder: Path) -> list[list[bool]]:
             def fit(case: Case = case, kind: str = kind, **options: Any) -> list[Tensor]:
                 strategy = TokenNormFSDP(state_dict_type=kind, **BLOCKS)
                 module = WithMomentum(case.loss, lr=law.LR)
-                return law.fit(rank, world_size, case, strategy, module, plugins=[Float64()], **options)
+                return law.fit(rank, world_size, case, strategy, module, plugins=[KeepTypes()], **options)
 
             # what the parameters moved by, which momentum makes depend on all updates before
             whole = fit(callbacks=[Saves(path, 3)])
@@ -317,7 +292,7 @@ def fit_clipped(rank: int, world_size: int) -> list[Any]:
     for options in ({**BLOCKS}, {**BLOCKS, **ONCE, "sharding_strategy": "SHARD_GRAD_OP"}):
         found.append(law.fit(rank, world_size, case, TokenNormFSDP(**options), gradient_clip_val=0.01))
     try:
-        law.fit(rank, world_size, case, TokenNormFSDP(), plugins=[Float64()], gradient_clip_val=0.01)
+        law.fit(rank, world_size, case, TokenNormFSDP(), plugins=[KeepTypes()], gradient_clip_val=0.01)
     except Exception as raised:
         found.append(f"{type(raised).__name__}: {raised}")
     return found
@@ -382,14 +357,14 @@ def offload(rank: int, world_size: int) -> tuple[list[float], str]:
         "K=1": (Case(accumulate=1), {**BLOCKS, "cpu_offload": True}, ""),
     }
     gradients = fit_all(rank, world_size, cases)
-    gradients["by name"] = law.fit(rank, world_size, Case(), "tokennorm_fsdp_cpu_offload", plugins=[Float64()])
+    gradients["by name"] = law.fit(rank, world_size, Case(), "tokennorm_fsdp_cpu_offload", plugins=[KeepTypes()])
     errors = [law.error(Case(accumulate=1) if name == "K=1" else Case(), each) for name, each in gradients.items()]
     return errors, refusal(rank, world_size, TokenNormFSDP(cpu_offload=True))
 
 
 def refusal(rank: int, world_size: int, strategy: TokenNormFSDP, module: Module | None = None, **options: Any) -> str:
     try:
-        law.fit(rank, world_size, Case(), strategy, module, plugins=[Float64()], **options)
+        law.fit(rank, world_size, Case(), strategy, module, plugins=[KeepTypes()], **options)
     except Exception as raised:
         return f"{type(raised).__name__}: {raised}"
     return "nothing"
@@ -414,7 +389,7 @@ class Logged(Callback):
 def log(rank: int, world_size: int) -> dict[str, float]:
     logged = Logged()
     callbacks = [TokenMeanMetric(), logged]
-    law.fit(rank, world_size, Case(), TokenNormFSDP(**BLOCKS), plugins=[Float64()], callbacks=callbacks)
+    law.fit(rank, world_size, Case(), TokenNormFSDP(**BLOCKS), plugins=[KeepTypes()], callbacks=callbacks)
     return logged.values
 
 
@@ -439,15 +414,18 @@ def refuse(rank: int, world_size: int) -> list[str]:
         refusal(rank, world_size, TokenNormFSDP(), callbacks=[RegistersHook()]),
         refusal(rank, world_size, TokenNormFSDP(ignored_states=[module.model.head.weight]), module),
         refusal(rank, world_size, TokenNormFSDP(), WrapsItself("block")),
+        # torch makes the shards of the devices of a node, of which a CPU is one
+        refusal(rank, world_size, TokenNormFSDP(sharding_strategy="HYBRID_SHARD", **BLOCKS)),
     ]
 
 
 def test_what_fsdp_would_not_reduce_is_refused(pair: list[dict[str, Any]]) -> None:
     for found in pair:
-        hook, ignored, outside = found["refuse"]
+        hook, ignored, outside, alone = found["refuse"]
         assert "A communication hook was registered on the FSDP module" in hook
         assert "Parameter `model.head.weight` is trained, but FSDP does not reduce" in ignored
         assert "Parameter `model.embed.weight` is trained, but FSDP does not reduce" in outside
+        assert "wrapped in FSDP over 1 ranks, while the strategy counts tokens over 2" in alone
 
 
 class Detached(Module):
@@ -462,7 +440,7 @@ def fail_alone(rank: int, world_size: int, module: str) -> str:
     made = Detached(lr=law.LR) if module == "detached" else WithoutLabels("zero")
     case = Case(empty=((0, 0),))
     try:
-        law.fit(rank, world_size, case, TokenNormFSDP(**BLOCKS), made, plugins=[Float64()])
+        law.fit(rank, world_size, case, TokenNormFSDP(**BLOCKS), made, plugins=[KeepTypes()])
     except Exception as raised:
         return f"{raised} {getattr(raised, '__notes__', '')}"
     return "nothing"
