@@ -246,6 +246,8 @@ class _Loop:
             try:
                 first = self.next_batch()
             except StopIteration:
+                # also from a rank that has left after the last window: its word must not be there for the next pass
+                self.accounting.refuse_to_wait_in_vain()
                 self._over = True
                 self._tell_of_skipped_windows()
                 return None

@@ -206,8 +206,11 @@ def differing_copies(reports: Sequence[RankReport], copies: Sequence[Sequence[in
         copies: The ranks of each model replica.
 
     Returns:
-        A sentence that names the ranks, what each has and what to change; ``None`` where all copies agree.
+        A sentence that names the ranks, what each has and what to change; ``None`` where all copies agree. Where
+        ``K`` differs they are not looked at: then the windows differ, whatever is in them.
     """
+    if len({report.accumulate for report in reports}) > 1:
+        return None
     for ranks in copies:
         held = [reports[rank] for rank in ranks]
         if len({(each.num_tokens, each.micro_batches, each.borrows, each.fingerprint) for each in held}) == 1:

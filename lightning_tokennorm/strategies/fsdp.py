@@ -151,7 +151,7 @@ class TokenNormFSDP(ShardedStrategy, FSDPStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.model is not None
-        if self.root_device.type != "cpu" or _compat.saves_in_shards(self):
+        if self.root_device.type != "cpu" or _compat.saves_in_shards(self) or self._lacks_shards:
             return super().lightning_module_state_dict()
         # Lightning asks torch to bring what it gathers to the CPU, which frees it where it is there already.
         gathered = FullStateDictConfig(offload_to_cpu=False, rank0_only=True)

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import FSDPPrecision
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.helpers.scalar_rig import make_trainer
@@ -131,6 +132,18 @@ class Updates(Callback):
             after = full_parameters(trainer.strategy.model)
             self.gradients.append((self._before - after) / LR)
             self._before = after
+
+
+class Float64(FSDPPrecision):
+    """Lightning's plugin casts to float32, in which the law cannot be seen to 1e-12."""
+
+    def __init__(self) -> None:
+        super().__init__("32-true")
+        self._desired_input_dtype = torch.float64
+
+    @property
+    def mixed_precision_config(self) -> MixedPrecision:
+        return MixedPrecision(torch.float64, torch.float64, torch.float64)
 
 
 def make_loader(rank: int, case: Case) -> Any:

@@ -15,14 +15,14 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import wrap
 
 from lightning_tokennorm import TokenMeanMetric, TokenNormFSDP
 from tests.helpers import law
 from tests.helpers.launch import run_ranks
-from tests.helpers.law import Case, Module
+from tests.helpers.law import Case, Float64, Module
 from tests.helpers.tiny_lm import collate, num_supervised, reference
 
 BLOCKS: dict[str, Any] = {"auto_wrap_policy": {nn.TransformerEncoderLayer}}
@@ -32,18 +32,6 @@ HAND = "hand-written"
 UNEVEN = {"lengths": (5, 2), "empty": ((0, 1),)}
 EMPTY_RANK = {"empty": tuple((1, index) for index in range(5))}
 EMPTY_WINDOW = {"empty": tuple((rank, index) for rank in range(2) for index in range(3))}
-
-
-class Float64(FSDPPrecision):
-    """Lightning's plugin casts to float32, in which the law cannot be seen to 1e-12."""
-
-    def __init__(self) -> None:
-        super().__init__("32-true")
-        self._desired_input_dtype = torch.float64
-
-    @property
-    def mixed_precision_config(self) -> MixedPrecision:
-        return MixedPrecision(torch.float64, torch.float64, torch.float64)
 
 
 class PlainFSDP(FSDPStrategy):

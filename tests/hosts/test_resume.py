@@ -17,8 +17,8 @@ from torch import Tensor
 from lightning_tokennorm import TokenNormFSDP, TokenNormModelParallel
 from tests.helpers import law
 from tests.helpers.launch import run_ranks
-from tests.helpers.law import Case, Module
-from tests.hosts.test_fsdp import BLOCKS, HAND, ONCE, Float64
+from tests.helpers.law import Case, Float64, Module
+from tests.hosts.test_fsdp import BLOCKS, HAND, ONCE
 from tests.hosts.test_model_parallel import Sharded
 
 CASES = {

@@ -10,9 +10,9 @@ import pytest
 from lightning_tokennorm import TokenNormDDP, TokenNormFSDP, TokenNormModelParallel
 from tests.helpers import law
 from tests.helpers.launch import run_ranks
-from tests.helpers.law import Case, Module
+from tests.helpers.law import Case, Float64, Module
 from tests.hosts import test_loops as loops
-from tests.hosts.test_fsdp import BLOCKS, HAND, ONCE, Float64
+from tests.hosts.test_fsdp import BLOCKS, HAND, ONCE
 from tests.hosts.test_model_parallel import Sharded
 
 CASES = {
