@@ -103,6 +103,7 @@ def token_windows(
         on_empty=on_empty,
         uneven=uneven,
         ranks_divided_by=reduction.divided_by,
+        copies=reduction.copies,
     )
     return _windows(_Loop(loader, accumulate, divided_by, accounting, syncing_of(trained)))
 

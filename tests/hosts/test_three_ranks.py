@@ -28,28 +28,31 @@ CASES = {
 ALL_AT_ONCE = ("uneven streams",)
 
 
-def fit_ddp(rank: int, case: Case) -> list[Any]:
-    return law.fit(rank, 3, case, TokenNormDDP(loss_reduction=reduction(case)))
+def fit_ddp(rank: int, case: Case, options: dict[str, Any], **trainer: Any) -> list[Any]:
+    strategy = TokenNormDDP(loss_reduction=reduction(case), **options)
+    return law.fit(rank, len(case.lengths), case, strategy, **trainer)
 
 
-def fit_fsdp(rank: int, case: Case, **options: Any) -> list[Any]:
+def fit_fsdp(rank: int, case: Case, options: dict[str, Any], **trainer: Any) -> list[Any]:
     strategy = TokenNormFSDP(loss_reduction=reduction(case), **BLOCKS, **options)
-    return law.fit(rank, 3, case, strategy, Module(case.loss, lr=law.LR), plugins=[Float64()])
+    module = Module(case.loss, lr=law.LR)
+    return law.fit(rank, len(case.lengths), case, strategy, module, plugins=[Float64()], **trainer)
 
 
-def fit_model_parallel(rank: int, case: Case, **options: Any) -> list[Any]:
+def fit_model_parallel(rank: int, case: Case, options: dict[str, Any], **trainer: Any) -> list[Any]:
+    ranks = len(case.lengths)
     strategy = TokenNormModelParallel(
-        data_parallel_size=3, tensor_parallel_size=1, loss_reduction=reduction(case), **options
+        data_parallel_size=ranks, tensor_parallel_size=1, loss_reduction=reduction(case), **options
     )
-    return law.fit(rank, 3, case, strategy, Sharded(case))
+    return law.fit(rank, ranks, case, strategy, Sharded(case), **trainer)
 
 
 def reduction(case: Case) -> Any:
     return "sum" if case.loss == "sum" else "mean"
 
 
-def fit_loop(make: Callable[[int], loops.Host]) -> Callable[[int, Case], list[Any]]:
-    def fit(rank: int, case: Case) -> list[Any]:
+def fit_loop(make: Callable[[int], loops.Host]) -> Callable[..., list[Any]]:
+    def fit(rank: int, case: Case, options: dict[str, Any]) -> list[Any]:
         own = loops.Case(case.accumulate, reduction(case), case.lengths, case.empty, case.stream)
         # one pass over the data is a call; plain SGD goes on with the parameters of the one before
         host = make(case.accumulate)
@@ -75,7 +78,7 @@ def fit_all(rank: int, world_size: int) -> dict[str, dict[str, float]]:
     for host, (fit, options, names) in HOSTS.items():
         for name in names:
             try:
-                gradients = fit(rank, CASES[name], **options)
+                gradients = fit(rank, CASES[name], options)
             except Exception as raised:
                 raise AssertionError(f"{host}: {name}") from raised
             found.setdefault(host, {})[name] = law.error(CASES[name], gradients)
