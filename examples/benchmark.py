@@ -1,16 +1,19 @@
-"""Measure `TokenNormDDP` next to plain `DDPStrategy`, a loop by hand and Hugging Face's Trainer, in turns in one run.
+"""Measure this package's strategies next to Lightning's own, loops by hand and Hugging Face's Trainer, in turns.
 
     python examples/benchmark.py                        # all modes, minutes on two CPU cores
-    python examples/benchmark.py overhead --out runs/overhead
+    python examples/benchmark.py hosts --page docs/benchmarks.md
     python examples/benchmark.py --preset gpu           # one GPU
     torchrun --nproc-per-node 8 examples/benchmark.py overhead loader --preset gpu
 
 The modes: `correctness` (the gradient of a window cut into micro-batches, against the whole batch), `accumulation`
-(time and memory over micro-batch x K), `overhead` (time, memory and collectives per update over ranks and K), `loader`
-(a loader as slow as the compute), `exchange` (the latency of the one exchange per window over the number of ranks).
+(time and memory over micro-batch x K), `overhead` (time, memory and collectives per update over ranks and K), `hosts`
+(the same for DDP, FSDP and FSDP2, each with its own strategies and loops), `loader` (a loader as slow as the compute),
+`exchange` (the latency of the one exchange per window over the number of ranks).
 
-Read on in `benchmarking/`: `workload.py` (model, data, reference), `contestants.py`, `measuring.py`, `ranks.py`, a file
-for each kind of mode (`correctness.py`, `comparing.py`, `exchange.py`), `report.py`, `pictures.py`, `presets.py`.
+Read on in `benchmarking/`: `workload.py` (model, data, reference), `contestants.py` and how they fit
+(`lightning_fit.py`, `loop_by_hand.py`, `hugging_face.py`, `sharding.py`), `measuring.py`, `ranks.py`, `turns.py`, a
+file for each kind of mode (`correctness.py`, `comparing.py`, `hosts.py`, `exchange.py`), `report.py`,
+`hosts_report.py`, `tables.py`, `pictures.py`, `page.py`, `presets.py`.
 """
 
 from __future__ import annotations
@@ -43,14 +46,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         if not torch.cuda.is_available():
             parser.error("--preset gpu: there is no GPU here")
+    if options.page is not None and not options.page.is_file():
+        parser.error(f"--page {options.page}: expected a page that is there, as docs/benchmarks.md")
     command = " ".join(["examples/benchmark.py", *arguments])
-    run(preset, options.modes or list(MODES), options.out, command)
+    run(preset, options.modes or list(MODES), options.out, options.page, command)
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description="Measure TokenNormDDP next to plain DDPStrategy, a torch DDP loop by hand and Hugging Face's"
+        description="Measure this package's strategies next to Lightning's own, loops by hand and Hugging Face's"
         " Trainer, in turns in one run.",
         epilog="Under torchrun its ranks are measured; else CPU processes are started, or one GPU is used.",
     )
@@ -67,6 +72,12 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         default=Path("runs") / time.strftime("benchmark-%Y%m%d-%H%M%S"),
         help="for results.json, tables.md and pictures [runs/benchmark-DATE-TIME]",
+    )
+    parser.add_argument(
+        "--page",
+        type=Path,
+        metavar="FILE",
+        help="also write tables and pictures into this page, where it has a place for them",
     )
     return parser
 
@@ -85,18 +96,20 @@ def whole(text: str) -> int:
     return int(text)
 
 
-def run(preset: Preset, modes: Sequence[str], folder: Path, command: str) -> None:
+def run(preset: Preset, modes: Sequence[str], folder: Path, page: Path | None, command: str) -> None:
     """Run the modes one after the other; what is there is written after each."""
     # torch and the trainers take seconds to import: a mistyped option is reported before
-    from benchmarking import comparing, correctness, exchange, report
+    from benchmarking import comparing, correctness, exchange, hosts, report
     from benchmarking.contestants import HUGGING_FACE, contestants
     from benchmarking.measuring import machine
+    from benchmarking.page import fill
     from benchmarking.ranks import choose_ranks
 
     functions = {
         "correctness": correctness.run,
         "accumulation": comparing.accumulation,
         "overhead": comparing.overhead,
+        "hosts": hosts.run,
         "loader": comparing.loader,
         "exchange": exchange.run,
     }
@@ -121,6 +134,8 @@ def run(preset: Preset, modes: Sequence[str], folder: Path, command: str) -> Non
             report.save(results, folder)
     if ranks.is_first:
         print(f"Written to {folder}", flush=True)
+        if page is not None:
+            print(f"Written into {page}: {', '.join(fill(page, results, folder)) or 'no mode has a place there'}")
 
 
 if __name__ == "__main__":

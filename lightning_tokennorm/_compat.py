@@ -232,14 +232,20 @@ def has_progress(checkpoint: dict[str, Any]) -> bool:
     return "fit_loop" in checkpoint.get("loops", {}) and "callbacks" in checkpoint
 
 
-def align_logged_step(trainer: pl.Trainer) -> None:
-    """Let the loggers' x axis go on at the number of updates.
+def align_logged_step(trainer: pl.Trainer, updates: int) -> None:
+    """Let the loggers' x axis go on at a number of updates.
 
     A resumed loop guesses from its counters whether the last update was counted for the loggers already, and guesses
     wrong where it goes back to the start of a window.
     """
     _private(trainer.fit_loop.epoch_loop, "_batches_that_stepped")
-    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+    trainer.fit_loop.epoch_loop._batches_that_stepped = updates
+
+
+def logged_step(trainer: pl.Trainer) -> int:
+    """Where the loggers' x axis stands."""
+    step: int = _private(trainer.fit_loop.epoch_loop, "_batches_that_stepped")
+    return step
 
 
 def trainer_of(module: Any) -> pl.Trainer | None:
@@ -352,7 +358,7 @@ def logs_this_update(trainer: pl.Trainer) -> bool:
     and a collective that hangs on it would not be joined by all.
     """
     every = log_every_n_steps(trainer)
-    updates: int = _private(trainer.fit_loop.epoch_loop, "_batches_that_stepped") + 1
+    updates = logged_step(trainer) + 1
     return every > 0 and updates % every == 0
 
 

@@ -302,12 +302,18 @@ class WindowAccounting:
         """Whether no micro-batch of the window has run its backward yet."""
         return not self._ran_backward
 
-    def factor(self, loss: Tensor, divided_by: float) -> float:
+    @property
+    def ran_backward(self) -> bool:
+        """Whether the micro-batch in hand has run a backward."""
+        return self.micro_batch in self._ran_backward
+
+    def factor(self, loss: Tensor, divided_by: float, *, one_of_several: bool = False) -> float:
         """What the loss of the micro-batch in hand has to be multiplied by; 0.0 where it has no token.
 
         Args:
             loss: The loss as it is handed over: shape ``()``, or one element. Its sum goes into the record.
             divided_by: By what the caller has divided the loss of the training step.
+            one_of_several: Whether a micro-batch may have several losses, each with a backward of its own.
 
         Raises:
             TokenNormError: The micro-batch has run its backward before, in a window of several: its gradient would be
@@ -315,7 +321,7 @@ class WindowAccounting:
         """
         plan = self._plan
         assert plan is not None
-        if self.micro_batch in self._ran_backward and plan.micro_batches > 1:
+        if self.ran_backward and plan.micro_batches > 1 and not one_of_several:
             raise TokenNormError(
                 f"The backward of micro-batch {self.micro_batch + 1} of a window of {plan.micro_batches} was run again:"
                 " the optimizer evaluates its closure several times (LBFGS, SAM), but only the last micro-batch is"
@@ -324,12 +330,13 @@ class WindowAccounting:
         self._ran_backward.add(self.micro_batch)
         factor = plan.factor(self.micro_batch, self._loss_reduction, divided_by)
         if factor:
-            # by micro-batch, since an optimizer may run its closure more than once
+            # one by micro-batch, since an optimizer may run its closure more than once
             weight = plan.loss_weight(self.micro_batch, self._loss_reduction, divided_by)
             loss = loss.detach()
             # of a loss that is a DTensor (`loss_parallel`) the value, which all ranks of the replica come by here
             loss = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
-            self._losses[self.micro_batch] = (loss.reshape(()), weight)
+            key = len(self._losses) if one_of_several else self.micro_batch
+            self._losses[key] = (loss.reshape(()), weight)
         return factor
 
     def leave_out(self) -> None:

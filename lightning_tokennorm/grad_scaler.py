@@ -62,6 +62,28 @@ def unscaled_before_step(optimizer: Optimizer) -> Iterator[None]:
 
 
 @contextmanager
+def one_update(scaler: Any) -> Iterator[None]:
+    """Let a scaler set its scale anew once in this context, at its end, however often it is asked to.
+
+    Where several optimizers step on one window, what a later one's loss adds has to be on the scale of what is there.
+
+    Args:
+        scaler: The ``torch.amp.GradScaler``, or ``None`` without one.
+    """
+    if scaler is None or not scaler.is_enabled():
+        yield
+        return
+    asked: list[tuple[Any, ...]] = []
+    scaler.update = lambda *args: asked.append(args)
+    try:
+        yield
+    finally:
+        del scaler.update
+    if asked:
+        scaler.update(*asked[-1])
+
+
+@contextmanager
 def noting_steps(optimizer: Any, precision: Any) -> Iterator[Callable[[], bool]]:
     """Notice whether a scaler has let the optimizer step: it does not where gradients are not finite.
 

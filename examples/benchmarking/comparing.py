@@ -1,64 +1,20 @@
-"""The modes that compare contestants side by side: `overhead`, `loader` and `accumulation`.
-
-Contestants take turns within the same processes, a fresh fit each, so that what else happens on the machine falls on
-all of them alike, and a ratio is always of two fits that ran one after the other.
-"""
+"""The modes that compare DDP's contestants side by side: `overhead`, `loader` and `accumulation`."""
 
 from __future__ import annotations
 
-import gc
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarking.contestants import BY_HAND, PLAIN, TOKENNORM, Contestant, Probe, contestants, named
-from benchmarking.measuring import (
-    CollectiveCounter,
-    FirstGradient,
-    PeakMemory,
-    WindowClock,
-    gradient_errors,
-    spread,
-    usable_cores,
-)
+from benchmarking.contestants import PLAIN, TOKENNORM, contestants, named
+from benchmarking.measuring import usable_cores
 from benchmarking.presets import MICRO_BATCHES, Preset
 from benchmarking.ranks import Ranks
-from benchmarking.workload import POOL_ROWS, Job, Place, make_rows, merged_gradient
-
-COUNTED_WINDOWS = 4
-"""Windows of a counted fit: DDP rebuilds its buckets in the second one, and the last only ends the third."""
-
-
-@dataclass
-class Measured:
-    """What one contestant showed in one case, on one rank."""
-
-    rounds_ms: list[list[float]] = field(default_factory=list)
-    """The times of the updates of each round."""
-    memory_mb: list[float] = field(default_factory=list)
-    """The peak memory of each round's fit."""
-    collectives: list[dict[str, Any]] | None = None
-    """Those of one window, where they were counted."""
-    gradient_error: dict[str, float] | None = None
-    """The first update's gradient against float64, of the same fit."""
-
-
-@dataclass
-class Case:
-    """One job, and what the contestants showed in it on one rank."""
-
-    labels: dict[str, Any]
-    """What tells the case from the others of its mode."""
-    accumulate: int
-    tokens_per_update: int
-    measured: dict[str, Measured]
-
-
-# ---- the modes
+from benchmarking.turns import Case, Measured, count_collectives, summarise, take_turns, time_fit, warm_up
+from benchmarking.workload import POOL_ROWS, Job, Place, make_rows
 
 
 def overhead(preset: Preset, ranks: Ranks) -> dict[str, Any]:
@@ -114,7 +70,7 @@ def measure_loader(place: Place, preset: Preset) -> list[Case]:
 def seconds_per_micro_batch(job: Job) -> float:
     """How long plain DDP takes for one, the mean over the ranks."""
     (plain,) = named(PLAIN)
-    measured = Measured()
+    measured = Measured(plain.plain, plain.loop)
     time_fit(job, plain, measured)
     seconds = torch.tensor(1e-3 * statistics.median(measured.rounds_ms[0]) / job.accumulate, device=job.device)
     dist.all_reduce(seconds)
@@ -142,94 +98,3 @@ def measure_accumulation(place: Place, preset: Preset) -> list[Case]:
             labels |= {"micro_batch": micro_batch, "accumulate": accumulate}
             cases.append(take_turns("accumulation", labels, job, named(PLAIN, TOKENNORM), preset.rounds))
     return cases
-
-
-# ---- one case
-
-
-def warm_up(job: Job, entrants: Sequence[Contestant]) -> None:
-    """The first fit of each in a process: it imports and allocates what the others find there."""
-    # A collection in a timed window would mostly walk through imported modules: keep it to what the fits make.
-    gc.collect()
-    gc.freeze()
-    for entrant in entrants:
-        entrant.fit(job, Probe())
-
-
-def take_turns(mode: str, labels: dict[str, Any], job: Job, entrants: Sequence[Contestant], rounds: int) -> Case:
-    """Let each contestant fit the job once per round."""
-    measured = {entrant.name: Measured() for entrant in entrants}
-    for number in range(rounds):
-        if job.place.rank == 0:
-            shown = ", ".join(f"{name} {value}" for name, value in labels.items())
-            print(f"[{mode}] {shown}: round {number + 1} of {rounds}", flush=True)
-        # there and back, so that nobody always runs after the same one
-        for entrant in entrants if number % 2 == 0 else reversed(entrants):
-            time_fit(job, entrant, measured[entrant.name])
-    return Case(labels, job.accumulate, job.tokens_per_update, measured)
-
-
-def time_fit(job: Job, entrant: Contestant, measured: Measured) -> None:
-    """One fit, with nothing in it but the clock; the first window warms up."""
-    clock, memory = WindowClock(job.device), PeakMemory(job.device)
-    memory.start()
-    entrant.fit(job, Probe(window_starts=clock.mark))
-    measured.memory_mb.append(memory.stop())
-    measured.rounds_ms.append(clock.intervals_ms()[1:])
-
-
-def count_collectives(job: Job, entrants: Sequence[Contestant], case: Case) -> None:
-    """A further fit of each, not timed, for its collectives and its gradient."""
-    job = replace(job, windows=COUNTED_WINDOWS)
-    reference = merged_gradient(job, double=True)
-    for entrant in entrants:
-        first, measured = FirstGradient(), case.measured[entrant.name]
-        with CollectiveCounter() as counter:
-            entrant.fit(job, Probe(window_starts=counter.mark, before_step=first.record))
-        measured.collectives = counter.last_window()
-        measured.gradient_error = gradient_errors(first.gradient, reference)
-
-
-# ---- many cases to rows
-
-
-def summarise(by_rank: Sequence[Sequence[Case]]) -> list[dict[str, Any]]:
-    """A row for each case and contestant: the first rank's times, and the memory of the rank that needs most."""
-    rows = []
-    for cases in zip(*by_rank, strict=True):
-        first = cases[0]
-        for name, measured in first.measured.items():
-            memory = zip(*(case.measured[name].memory_mb for case in cases), strict=True)
-            times = spread([interval for intervals in measured.rounds_ms for interval in intervals])
-            rows.append(
-                {
-                    **first.labels,
-                    "contestant": name,
-                    "update_ms": times,
-                    "tokens_per_s": 1e3 * first.tokens_per_update / times["median"],
-                    "peak_memory_mb": spread([max(ranks) for ranks in memory]),
-                    **compared(first, name),
-                    "collectives": measured.collectives,
-                    "gradient_error": measured.gradient_error,
-                }
-            )
-    return rows
-
-
-def compared(case: Case, name: str) -> dict[str, dict[str, float]]:
-    """A contestant's times against others', round by round."""
-    per_round = {
-        entrant: [statistics.median(intervals) for intervals in measured.rounds_ms]
-        for entrant, measured in case.measured.items()
-    }
-    own, plain = per_round[name], per_round[PLAIN]
-    result = {
-        "ratio_to_plain": spread([a / b for a, b in zip(own, plain, strict=True)]),
-        "added_ms_per_micro_batch": spread([(a - b) / case.accumulate for a, b in zip(own, plain, strict=True)]),
-    }
-    if by_hand := per_round.get(BY_HAND):
-        result["ratio_to_loop"] = spread([a / b for a, b in zip(own, by_hand, strict=True)])
-        # what is left of that when the cost of plain Lightning is taken off
-        triples = zip(own, plain, by_hand, strict=True)
-        result["beyond_plain_by_loop"] = spread([(a - b) / loop for a, b, loop in triples])
-    return result

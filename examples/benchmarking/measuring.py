@@ -10,8 +10,9 @@ import resource
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,22 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarking.workload import flat_gradient
+
+_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a contestant calls while it fits."""
+
+    window_starts: Callable[[], None] = _nothing
+    """With the first micro-batch of each window in hand."""
+    before_step: Callable[[nn.Module], None] = _nothing
+    """With the model, when its gradients are complete."""
 
 
 class WindowClock:
@@ -58,14 +75,17 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._now: Counter[tuple[str, str, int]] = Counter()
-        self._at_windows: list[Counter[tuple[str, str, int]]] = []
+        self._now: Counter[tuple[str, str, str, int]] = Counter()
+        self._at_windows: list[Counter[tuple[str, str, str, int]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            # Only DDP's reducer communicates during a backward: these are its gradient buckets.
+            # Only what shares gradients communicates during a backward: these are DDP's buckets.
             where = "buckets" if torch._C._current_graph_task_id() != -1 else "outside"
-            self._now[where, func.name().removeprefix("c10d::").strip("_"), _contributed_bytes(args)] += 1
+            mine = _contributed(args)
+            size = sum(tensor.numel() * tensor.element_size() for tensor in mine)
+            dtype = str(mine[0].dtype).removeprefix("torch.") if mine else "nothing"
+            self._now[where, func.name().removeprefix("c10d::").strip("_"), dtype, size] += 1
         return func(*args, **(kwargs or {}))
 
     def mark(self) -> None:
@@ -73,19 +93,18 @@ class CollectiveCounter(TorchDispatchMode):
         self._at_windows.append(self._now.copy())
 
     def last_window(self) -> list[dict[str, Any]]:
-        """The collectives between the last two starts of a window, one row for each kind and size."""
+        """The collectives between the last two starts of a window, one row for each kind, type and size."""
         difference = self._at_windows[-1] - self._at_windows[-2]
         return [
-            {"where": where, "op": op, "bytes": size, "count": count}
-            for (where, op, size), count in sorted(difference.items())
+            {"where": where, "op": op, "dtype": dtype, "bytes": size, "count": count}
+            for (where, op, dtype, size), count in sorted(difference.items())
         ]
 
 
-def _contributed_bytes(args: Any) -> int:
-    """What this rank puts in: gathers name their output first and their input second, the others their one buffer."""
+def _contributed(args: Any) -> list[Tensor]:
+    """What this rank puts in: gathers and scatters name their output first, then their input, others one buffer."""
     tensors = [part for part in map(_tensors, args) if part]
-    mine = tensors[1] if len(tensors) > 1 else tensors[0] if tensors else []
-    return sum(tensor.numel() * tensor.element_size() for tensor in mine)
+    return tensors[1] if len(tensors) > 1 else tensors[0] if tensors else []
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -124,6 +143,16 @@ class PeakMemory:
         if self._on_gpu:
             return torch.cuda.max_memory_allocated() / 2**20
         return _peak_resident_mb() - self._before
+
+
+def return_memory_at_once() -> None:
+    """Keep no freed memory on the CPU, for what is held to be what is used: with glibc, and from now on.
+
+    Else freed blocks wait for the next allocation that fits, and what a fit adds to the resident size depends on the
+    fits before it. Every allocation of a tensor becomes slower.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 64 * 1024)
 
 
 def _peak_resident_mb() -> float:

@@ -10,9 +10,34 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarking.report import COLORS, Rows
+from benchmarking.contestants import (
+    BY_HAND,
+    FSDP2_BY_HAND,
+    FSDP_BY_HAND,
+    HUGGING_FACE,
+    ONCE,
+    PLAIN,
+    PLAIN_FSDP,
+    PLAIN_FSDP2,
+    SIGTERM_KEPT,
+    TOKENNORM,
+    TOKENNORM_FSDP,
+    TOKENNORM_FSDP2,
+)
+from benchmarking.tables import Rows
 
 mpl.use("Agg")
+
+_BY_COLOR = {
+    "tab:gray": (PLAIN, PLAIN_FSDP, PLAIN_FSDP2),
+    "tab:blue": (TOKENNORM, TOKENNORM_FSDP, TOKENNORM_FSDP2),
+    "tab:cyan": (SIGTERM_KEPT, TOKENNORM_FSDP + ONCE, TOKENNORM_FSDP2 + ONCE),
+    "tab:green": (BY_HAND, FSDP_BY_HAND, FSDP2_BY_HAND),
+    "tab:olive": (FSDP_BY_HAND + ONCE, FSDP2_BY_HAND + ONCE),
+    "tab:orange": (HUGGING_FACE,),
+}
+COLORS = {name: color for color, names in _BY_COLOR.items() for name in names}
+"""A color for each role."""
 
 
 def correctness(result: dict[str, Any], path: Path) -> None:
@@ -58,6 +83,25 @@ def overhead(result: dict[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
+def hosts(result: dict[str, Any], path: Path) -> None:
+    """Time against the plain strategy, and megabytes sent, by host and number of ranks."""
+    world_sizes = list(dict.fromkeys(row["world_size"] for row in result["rows"]))
+    names = list(dict.fromkeys(row["host"] for row in result["rows"]))
+    figure, axes = _panels(
+        (len(world_sizes) + 1) * len(names), "each host's strategies, in turns", rows=len(world_sizes) + 1
+    )
+    for index, (world_size, host) in enumerate((size, name) for size in world_sizes for name in names):
+        rows = [row for row in result["rows"] if (row["world_size"], row["host"]) == (world_size, host)]
+        _ratio_bars(axes[index], rows)
+        axes[index].set(title=f"{host}, W = {world_size}", ylabel="time, of the plain strategy's")
+        axes[index].legend(fontsize="x-small", loc="lower left")
+    for axis, host in zip(axes[-len(names) :], names, strict=True):  # of the most ranks
+        rows = [row for row in result["rows"] if (row["world_size"], row["host"]) == (world_sizes[-1], host)]
+        _bars(axis, rows, _k, lambda row: (sum(kind["bytes"] for kind in row["sent"].values()) / 1e6,) * 3)
+        axis.set(title=f"{host}, W = {world_sizes[-1]}", ylabel="MB per update and rank", ylim=(0, None))
+    figure.savefig(path, dpi=120)
+
+
 def loader(result: dict[str, Any], path: Path) -> None:
     """Time against plain DDP where the loader is as slow as the compute."""
     figure, axes = _panels(1, "a loader as slow as the compute")
@@ -84,6 +128,7 @@ PICTURES: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "correctness": correctness,
     "accumulation": accumulation,
     "overhead": overhead,
+    "hosts": hosts,
     "loader": loader,
     "exchange": exchange,
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-MODES = ("correctness", "accumulation", "overhead", "loader", "exchange")
+MODES = ("correctness", "accumulation", "overhead", "hosts", "loader", "exchange")
 MICRO_BATCHES = (8, 4, 2, 1)
 """Rows per micro-batch of the modes `correctness` and `accumulation`, whose window has eight rows."""
 Precision = Literal["32-true", "bf16-mixed"]
@@ -45,6 +45,18 @@ class Preset:
     """W of the mode `overhead`."""
     accumulates: tuple[int, ...]
     """K of the mode `overhead`."""
+    hosts_size: Size
+    """The transformer of the mode `hosts`, whose micro-batches have one row."""
+    hosts_weighed_size: Size
+    """The transformer whose memory is looked at there."""
+    hosts_sleep_s: float
+    """Seconds that it sleeps besides."""
+    hosts_timed_micro_batches: int
+    """Micro-batches of a fit that are timed there, a window more: with thirteen contestants fewer than elsewhere."""
+    hosts_world_sizes: tuple[int, ...]
+    """W of the mode `hosts`."""
+    hosts_accumulates: tuple[int, ...]
+    """K of the mode `hosts`."""
     loader_accumulates: tuple[int, ...]
     """K of the mode `loader`."""
     sleep_s: float | None
@@ -68,9 +80,9 @@ class Preset:
         """W of the mode `loader`: the ranks that two cores carry."""
         return min(2, max(self.world_sizes))
 
-    def windows(self, accumulate: int) -> int:
+    def windows(self, accumulate: int, timed_micro_batches: int | None = None) -> int:
         """Windows that a fit begins: the first to warm up, the last to end the one before it, one or more timed."""
-        return 3 + self.timed_micro_batches // accumulate
+        return 3 + (timed_micro_batches or self.timed_micro_batches) // accumulate
 
 
 CPU = Preset(
@@ -82,6 +94,12 @@ CPU = Preset(
     timed_micro_batches=12,
     world_sizes=(1, 2, 4),
     accumulates=(1, 4, 16),
+    hosts_size=Size(layers=2, hidden=192, heads=4, vocabulary=256, length=16),  # 1.0 M parameters
+    hosts_weighed_size=Size(layers=2, hidden=384, heads=4, vocabulary=256, length=16),  # 3.8 M parameters
+    hosts_sleep_s=0.01,
+    hosts_timed_micro_batches=8,
+    hosts_world_sizes=(1, 2),
+    hosts_accumulates=(1, 4, 16),
     loader_accumulates=(8, 32),
     sleep_s=0.02,
     correctness_world_sizes=(1, 2),
@@ -97,6 +115,9 @@ GPU = replace(
     device="cuda",
     size=Size(layers=8, hidden=1024, heads=16, vocabulary=8192, length=512),  # 118 M parameters
     micro_batch=8,
+    hosts_size=Size(layers=8, hidden=1024, heads=16, vocabulary=8192, length=512),
+    hosts_weighed_size=Size(layers=8, hidden=1024, heads=16, vocabulary=8192, length=512),
+    hosts_sleep_s=0.0,
     sleep_s=None,
     timed_precisions=("32-true", "bf16-mixed"),
 )
@@ -109,6 +130,12 @@ QUICK = replace(
     timed_micro_batches=2,
     world_sizes=(2,),
     accumulates=(1, 3),
+    hosts_size=Size(layers=1, hidden=16, heads=2, vocabulary=32, length=32),
+    hosts_weighed_size=Size(layers=1, hidden=16, heads=2, vocabulary=32, length=32),
+    hosts_sleep_s=0.0,
+    hosts_timed_micro_batches=2,
+    hosts_world_sizes=(2,),
+    hosts_accumulates=(3,),
     loader_accumulates=(3,),
     sleep_s=0.005,
     correctness_world_sizes=(2,),

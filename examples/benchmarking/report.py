@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarking.contestants import BY_HAND, HUGGING_FACE, PLAIN, SIGTERM_KEPT, TOKENNORM
-
-Rows = Sequence[dict[str, Any]]
-Spread = dict[str, float]
-
-COLORS = {
-    PLAIN: "tab:gray",
-    TOKENNORM: "tab:blue",
-    SIGTERM_KEPT: "tab:cyan",
-    BY_HAND: "tab:green",
-    HUGGING_FACE: "tab:orange",
-}
+from benchmarking.hosts_report import hosts_tables
+from benchmarking.tables import listed, table, with_spread
 
 
 def save(results: dict[str, Any], folder: Path) -> None:
@@ -199,28 +189,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "correctness": correctness_table,
     "accumulation": accumulation_table,
     "overhead": overhead_tables,
+    "hosts": hosts_tables,
     "loader": loader_table,
     "exchange": exchange_tables,
 }
-
-
-def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Columns that line up."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
-    rule = ["-" * width for width in widths]
-    return "\n".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
-        for row in (headers, rule, *cells)
-    )
-
-
-def with_spread(values: Spread, form: str) -> str:
-    """Median, and quartiles in brackets."""
-    return f"{values['median']:{form}} ({values['q1']:{form}} .. {values['q3']:{form}})"
-
-
-def listed(collectives: Rows, where: str) -> str:
-    """The collectives of a window, as in ``1 allgather of 48 B``."""
-    found = [row for row in collectives if row["where"] == where]
-    return ", ".join(f"{row['count']} {row['op']} of {row['bytes']} B" for row in found) or "none"

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarking.presets import Precision, Size
@@ -49,10 +51,16 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A causal language model without dropout, so that every split of the rows is the same function."""
+    """A causal language model without dropout, so that every split of the rows is the same function.
 
-    def __init__(self, size: Size) -> None:
+    Args:
+        size: The model.
+        sleep_s: How long a forward takes besides, in seconds, and without the CPU: as if a device computed.
+    """
+
+    def __init__(self, size: Size, sleep_s: float = 0.0) -> None:
         super().__init__()
+        self.sleep_s = sleep_s
         self.embed = nn.Embedding(size.vocabulary, size.hidden)
         self.position = nn.Embedding(size.length, size.hidden)
         self.blocks = nn.Sequential(*(Block(size.hidden, size.heads) for _ in range(size.layers)))
@@ -64,6 +72,8 @@ class Transformer(nn.Module):
     # Hugging Face's Trainer hands over `num_items_in_batch` where there are open keywords.
     def forward(self, input_ids: Tensor, labels: Tensor, **loss_options: Any) -> dict[str, Tensor]:
         """The loss, from ids and labels of shape ``[rows, length]`` that line up."""
+        if self.sleep_s:
+            time.sleep(self.sleep_s)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.blocks(self.embed(input_ids) + self.position(positions))
         logits = self.head(self.norm(x)).flatten(0, 1)
@@ -162,7 +172,7 @@ class Job:
     """Windows that are begun. The last only ends the time of the one before it: the fit stops within."""
     precision: Precision = "32-true"
     sleep_s: float = 0.0
-    """How long the model that does nothing takes for a forward, in seconds."""
+    """How long a forward sleeps, in seconds."""
     load_s: float = 0.0
     """How long a micro-batch takes to load, in seconds; where it takes time a worker process loads."""
 
@@ -190,7 +200,7 @@ class Job:
         """The model with its first weights, the same on every call and rank."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(42)
-            return NoOp(self.sleep_s) if self.size is None else Transformer(self.size)
+            return NoOp(self.sleep_s) if self.size is None else Transformer(self.size, self.sleep_s)
 
     def new_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """AdamW, neither fused nor foreach, as the reference numbers have it."""
@@ -247,6 +257,8 @@ def merged_gradient(job: Job, *, double: bool) -> Tensor:
 
 
 def flat_gradient(model: nn.Module) -> Tensor:
-    """All gradients of a model in one vector of float64, on the CPU."""
-    gradients = [parameter.grad for parameter in model.parameters()]
-    return torch.cat([gradient.detach().flatten().double().cpu() for gradient in gradients if gradient is not None])
+    """All gradients of a model, whole where they lie in shards, in one vector of float64, on the CPU."""
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=True):
+        gradients = [parameter.grad for parameter in model.parameters()]
+        whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in gradients if each is not None]
+        return torch.cat([gradient.detach().flatten().double().cpu() for gradient in whole])

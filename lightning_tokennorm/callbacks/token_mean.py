@@ -171,8 +171,11 @@ class TokenMeanMetric(Callback):
                 for metric in (self._window, *self._train.values()):
                     metric.update(loss_sum, sums[1])
         # Whether the window ended is what Lightning did, not what K says by now: any hook may have changed it.
-        stepped, self._updates = trainer.global_step != self._updates, trainer.global_step
-        if not stepped and pl_module.automatic_optimization:
+        ended, self._updates = trainer.global_step != self._updates, trainer.global_step
+        if not pl_module.automatic_optimization:
+            # where a window may have any number of steps, so only a strategy that knows of windows can tell
+            ended = getattr(getattr(trainer.strategy, "window", None), "is_last", True)
+        if not ended:
             if self._has_step_values:  # lest Lightning, where K has changed, write them again as the next update's
                 self._log_update(pl_module, None)
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,12 +18,13 @@ from typing_extensions import override
 from lightning_tokennorm import _compat
 from lightning_tokennorm.accounting import NO_TOKENS, NOT_FINITE
 from lightning_tokennorm.errors import TokenNormError
-from lightning_tokennorm.grad_scaler import noting_steps, unscaled_before_step
+from lightning_tokennorm.grad_scaler import noting_steps, one_update, unscaled_before_step
 from lightning_tokennorm.gradients import scale_gradients, zero_gradients
 from lightning_tokennorm.strategies import failures
 from lightning_tokennorm.strategies.lifecycle import FitLifecycle
+from lightning_tokennorm.strategies.manual import ManualOptimization
 from lightning_tokennorm.strategies.refusals import refuse_output_without_gradient
-from lightning_tokennorm.strategies.steps import Trace, around_training_step
+from lightning_tokennorm.strategies.steps import Trace, around_training_step, loss_of
 from lightning_tokennorm.window import WindowPlan
 
 
@@ -41,6 +43,10 @@ class TokenNormStrategy(FitLifecycle):
     def _give_way_to_parameters(self, output: STEP_OUTPUT) -> STEP_OUTPUT:
         """What a step without tokens returned, with a loss whose backward every rank can run."""
         return output
+
+    def _waits_in_backward(self, *, is_last: bool) -> bool:
+        """Whether ranks wait for each other in the backward of a micro-batch."""
+        return is_last and self._feed_in_use.exchange.world_size > 1
 
     def _start_backward(self) -> None:
         """Look at the parameters before a backward of a micro-batch with tokens."""
@@ -85,29 +91,55 @@ class TokenNormStrategy(FitLifecycle):
         if self._has_no_batch and feed.exchange.world_size == 1:
             windows.leave_out()
             return None
-        try:
-            if windows.num_tokens_in_hand() == 0:
-                assert self.lightning_module is not None
-                with around_training_step(self.lightning_module, self._step_without_tokens):
-                    output = super().training_step(*args, **kwargs)
-            else:
-                output = super().training_step(*args, **kwargs)
-        except RuntimeError as error:
-            failures.name_failed_rank(error, feed.exchange)
-            raise
+        if self._manual is not None:
+            return self._training_step_by_hand(self._manual, *args, **kwargs)
+        output = self._run_training_step(*args, **kwargs)
         if output is None and feed.exchange.world_size == 1:
             windows.leave_out()  # Lightning's way to leave a batch out, in one process
             return output
         refuse_output_without_gradient(output, rank=feed.exchange.rank, batch_idx=feed.trainer.fit_loop.batch_idx)
+        self._audit(output)
+        return output
+
+    def _run_training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        try:
+            if self._windows.num_tokens_in_hand():
+                return super().training_step(*args, **kwargs)
+            assert self.lightning_module is not None
+            with around_training_step(self.lightning_module, self._step_without_tokens):
+                return super().training_step(*args, **kwargs)
+        except RuntimeError as error:
+            failures.name_failed_rank(error, self._feed_in_use.exchange)
+            raise
+
+    def _training_step_by_hand(self, manual: ManualOptimization, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        windows, window = self._windows, self.window
+        assert window is not None
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        try:
+            with one_update(scaler) if len(window) > 1 else nullcontext():
+                output = self._run_training_step(*args, **kwargs)
+        finally:
+            self._undo_trace()
+        waits = self._waits_in_backward(is_last=window.is_last)
+        manual.end_micro_batch(window, ran=windows.ran_backward, waits=waits, where=self._where())
+        self._audit(output)
+        return output
+
+    def _audit(self, output: STEP_OUTPUT) -> None:
         if self._options.audit:
-            trainer = feed.trainer
-            windows.audit(
+            trainer = self._feed_in_use.trainer
+            self._windows.audit(
                 output,
                 batch_idx=trainer.fit_loop.batch_idx,
                 accumulate=trainer.accumulate_grad_batches,
                 update=trainer.global_step,
             )
-        return output
+
+    def _undo_trace(self) -> None:
+        if self._trace is not None:
+            self._trace.undo()
+            self._trace = None
 
     def _step_forward_only(self, step: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
         if not self._windows.stands_in:
@@ -122,6 +154,8 @@ class TokenNormStrategy(FitLifecycle):
         if self._windows.stands_in:
             assert self.lightning_module is not None
             self._trace = Trace(self.lightning_module, self._feed_in_use.trainer)
+        if self._manual is not None:
+            return step()
         return self._give_way_to_parameters(None if self._has_no_batch else step())
 
     @override
@@ -130,16 +164,34 @@ class TokenNormStrategy(FitLifecycle):
         # returns is dropped. `closure_loss` is not changed in place, it is what callbacks see in `outputs`.
         trainer, windows = self._feed_in_use.trainer, self._windows
         accumulate = trainer.accumulate_grad_batches
-        windows.window_in_hand("`backward`", accumulate)
+        plan = windows.window_in_hand("`backward`", accumulate)
+        manual = self._manual
         scaler = getattr(self.precision_plugin, "scaler", None)
-        if windows.first_backward:
+        if windows.first_backward or (manual is not None and plan.micro_batches == 1):  # which may step several times
             self._scale.start_window(scaler, closure_loss.device)
             if optimizer is not None and trainer.fit_loop.batch_idx % accumulate:
                 # Lightning clears gradients where the batch index is a multiple of K, and a window starts elsewhere
                 # when K has changed in between: those of the last window would be in this one, too.
                 optimizer.zero_grad()
-        factor = windows.factor(closure_loss, accumulate)
         self._refuse_moved_scale(scaler)
+        with ExitStack() as stack:
+            if manual is None:
+                factor = windows.factor(closure_loss, accumulate)
+            else:
+                has_tokens = windows.num_tokens_in_hand() > 0
+                stack.enter_context(manual.backward(windows, self._where(), has_tokens=has_tokens))
+                if self.window is not None and not self.window.is_last:
+                    stack.enter_context(self.block_backward_sync())
+                factor = windows.factor(closure_loss, 1, one_of_several=True)
+                if not factor:
+                    closure_loss = loss_of(self._give_way_to_parameters(closure_loss))
+            result = self._scaled_backward(closure_loss, factor, optimizer, *args, **kwargs)
+        self._refuse_moved_scale(scaler)  # by a hook that ran after the backward, maybe the window's last one
+        return result
+
+    def _scaled_backward(
+        self, closure_loss: Tensor, factor: float, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         loss = closure_loss * factor
         try:
             if factor:
@@ -153,10 +205,8 @@ class TokenNormStrategy(FitLifecycle):
             failures.name_failed_rank(error, self._feed_in_use.exchange)
             raise
         finally:
-            if self._trace is not None:
-                self._trace.undo()
-                self._trace = None
-        self._refuse_moved_scale(scaler)  # by a hook that ran after the backward, maybe the window's last one
+            if self._manual is None:
+                self._undo_trace()
         return result
 
     def _refuse_moved_scale(self, scaler: Any) -> None:
@@ -178,7 +228,9 @@ class TokenNormStrategy(FitLifecycle):
     ) -> Any:
         if _compat.skips_backward(self._feed_in_use.trainer):
             return closure()  # what gradients there are have been stepped on
-        windows = self._windows
+        windows, manual = self._windows, self._manual
+        if manual is not None and self.window is not None:
+            manual.note_step(optimizer, self.window)
         plan: WindowPlan = windows.finished_window(self._feed_in_use.trainer.accumulate_grad_batches)
         if plan.num_tokens == 0:
             # Not even a step with zero gradients: weight decay and momentum would still move the parameters. The
@@ -194,7 +246,7 @@ class TokenNormStrategy(FitLifecycle):
             if factor != 1:
                 scale_gradients((each for group in optimizer.param_groups for each in group["params"]), factor)
             # what stands for a loss: of a batch that was left out Lightning has none, and would not step at all
-            return torch.zeros(()) if result is None else result
+            return torch.zeros(()) if result is None and manual is None else result
 
         try:
             with unscaled_before_step(optimizer), noting_steps(optimizer, self.precision_plugin) as has_stepped:

@@ -30,6 +30,8 @@ class Start:
     """Batches to leave out after the loaders' states."""
     anywhere: bool = False
     """Whether the checkpoint is not of this package, so that it may have been written inside a window."""
+    updates: int | None = None
+    """Updates so far, under manual optimization."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,13 @@ class Progress:
     """Whether the epoch is over and its length was not known before."""
     positions: list[dict[str, Any]] | None
     """The `position` of each rank; ``None`` where they could not be gathered."""
+    updates: int | None = None
+    """The updates so far, where Lightning does not count them."""
 
 
-def take_progress(fetcher: LookaheadFetcher, exchange: WindowExchange, purpose: str, *, together: bool) -> Progress:
+def take_progress(
+    fetcher: LookaheadFetcher, exchange: WindowExchange, purpose: str, *, together: bool, updates: int | None = None
+) -> Progress:
     """How far this rank has come, and where each of the others is.
 
     Args:
@@ -56,6 +62,7 @@ def take_progress(fetcher: LookaheadFetcher, exchange: WindowExchange, purpose: 
         exchange: Between the ranks.
         purpose: What for; the same on all ranks.
         together: Whether all ranks ask, so that they can tell each other.
+        updates: The updates so far, where Lightning does not count them.
 
     Raises:
         TokenNormError: Others do not.
@@ -81,6 +88,7 @@ def take_progress(fetcher: LookaheadFetcher, exchange: WindowExchange, purpose: 
         edge=int(fetcher.fetched) - fetcher.unfinished,
         stream_has_ended=fetcher.stream_has_ended,
         positions=positions,
+        updates=updates,
     )
 
 
@@ -93,6 +101,8 @@ def write(checkpoint: dict[str, Any], progress: Progress) -> None:
     """
     _compat.rewind_checkpoint(checkpoint, progress.states, progress.edge, stream_has_ended=progress.stream_has_ended)
     checkpoint[KEY] = {"positions": progress.positions, "skip": progress.skip}
+    if progress.updates is not None:
+        checkpoint[KEY]["updates"] = progress.updates
 
 
 def is_marked(checkpoint: Mapping[str, Any]) -> bool:
@@ -121,20 +131,20 @@ def take_start(checkpoint: dict[str, Any], rank: int, world_size: int) -> Start:
             all raise.
     """
     ours = checkpoint.get(KEY, {})
-    positions = ours.get("positions")
+    positions, updates = ours.get("positions"), ours.get("updates")
     if positions is None:
-        return Start(skip=ours.get("skip", 0), anywhere=not is_marked(checkpoint))
+        return Start(skip=ours.get("skip", 0), anywhere=not is_marked(checkpoint), updates=updates)
     if len(positions) == world_size:
         mine = positions[rank]
         _compat.set_loader_states(checkpoint, mine["states"])
-        return Start(ended=bool(mine["ended"]), skip=mine.get("skip", 0))
+        return Start(ended=bool(mine["ended"]), skip=mine.get("skip", 0), updates=updates)
     if any(each["states"] or each["ended"] for each in positions):
         raise TokenNormError(
             f"The checkpoint was written inside an epoch, by {len(positions)} ranks; this run has {world_size}. The"
             " state of a loader on one of them does not say which samples another number of ranks has left. Resume"
             f" with {len(positions)} ranks, or from a checkpoint at the end of an epoch."
         )
-    return Start()
+    return Start(updates=updates)
 
 
 def refuse_torn_window(begun: int, accumulate: int) -> None:

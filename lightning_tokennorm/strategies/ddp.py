@@ -48,6 +48,9 @@ class TokenNormDDP(TokenNormStrategy, DDPStrategy):
         audit: Whether to compare, for each micro-batch whose ``training_step`` returns
             ``{"loss": ..., "num_tokens": ...}``, that count with the one from the look-ahead. Where they differ, all
             ranks raise before the update. Costs a synchronisation per micro-batch and a collective per window.
+        accumulate_grad_batches: With manual optimization, ``K``: of how many micro-batches an update is made, 1 by
+            default. The module steps where ``self.trainer.strategy.window.is_last``. With automatic optimization it is
+            set on the Trainer.
         ddp_hook_reduces: What a ``ddp_comm_hook`` leaves of the ranks' gradients, ``"mean"`` or ``"sum"``. Known for
             torch's averaging hooks; any other has to be declared, lest every update be ``W`` times off.
         **ddp_kwargs: Passed on to `DDPStrategy`, and by it to `torch.nn.parallel.DistributedDataParallel`.
@@ -81,6 +84,7 @@ class TokenNormDDP(TokenNormStrategy, DDPStrategy):
         on_empty: Literal["skip", "error"] = "skip",
         uneven: Literal["pad", "error"] = "pad",
         audit: bool = False,
+        accumulate_grad_batches: int | None = None,
         ddp_hook_reduces: HookReduces | None = None,
         **ddp_kwargs: Any,
     ) -> None:
@@ -102,6 +106,7 @@ class TokenNormDDP(TokenNormStrategy, DDPStrategy):
             on_empty=on_empty,
             uneven=uneven,
             audit=audit,
+            accumulate_grad_batches=accumulate_grad_batches,
             **ddp_kwargs,
         )
         self._given_group: dist.ProcessGroup | None = ddp_kwargs.get("process_group")
@@ -164,8 +169,9 @@ class TokenNormDDP(TokenNormStrategy, DDPStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        result = super().backward(closure_loss, optimizer, *args, **kwargs)
         self._ran_backward = True
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
+        return result
 
     @override
     def teardown(self) -> None:

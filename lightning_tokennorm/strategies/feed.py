@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +16,7 @@ from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.exchange import WindowExchange
 from lightning_tokennorm.lookahead import LookaheadFetcher
 from lightning_tokennorm.strategies import checkpoints
+from lightning_tokennorm.strategies.manual import WindowInHand
 from lightning_tokennorm.strategies.signals import Signals
 
 
@@ -48,6 +50,11 @@ class WindowFeed:
         self._find_problem = find_problem
         self._connected = False
         self._took_too_early = False
+        self.window: WindowInHand | None = None
+        """The window in hand; ``None`` before the first."""
+        self._is_by_hand = False
+        self._updates_before = 0  # this fit, under manual optimization
+        self._restore_accumulation: Callable[[], None] = lambda: None
         self._restore_fetcher = _compat.replace_fetcher(trainer, self._new_fetcher, self._agree_on_length)
 
     def connect(self, exchange: WindowExchange) -> None:
@@ -57,9 +64,19 @@ class WindowFeed:
             _compat.forget_loaders(self.trainer)
         self._took_too_early, self._connected = False, True
 
+    def accumulate_by_hand(self, accumulate: int) -> None:
+        """Let windows have this length under manual optimization, where Lightning itself allows 1 only.
+
+        Its loops go by the Trainer's number: when gradients are cleared for a validation, and what loggers count.
+        """
+        self._restore_accumulation = partial(setattr, self.trainer, "accumulate_grad_batches", 1)
+        self.trainer.accumulate_grad_batches = accumulate
+        self._is_by_hand = True
+
     def close(self) -> None:
-        """Give Lightning its own fetcher and handlers back."""
+        """Give Lightning its own fetcher, handlers and number of micro-batches back."""
         self._restore_fetcher()
+        self._restore_accumulation()
         if self.signals is not None:
             self.signals.restore()
 
@@ -88,11 +105,26 @@ class WindowFeed:
         # With manual optimization a window can step several times: then this is more than there are.
         return math.inf if self.trainer.max_steps == -1 else self.trainer.max_steps - self.trainer.global_step
 
+    @property
+    def updates_to_keep(self) -> int | None:
+        """The updates that a checkpoint leads to, where Lightning does not count them."""
+        assert self.fetcher is not None
+        return self.updates - bool(self.fetcher.unfinished) if self._is_by_hand else None
+
+    @property
+    def updates(self) -> int:
+        """The updates so far, for which loggers count windows: under manual optimization one may have several steps."""
+        if not self._is_by_hand:
+            return self.trainer.global_step
+        return self._updates_before + self._windows.windows
+
     def has_trained_on(self, micro_batches: int) -> bool:
         return _compat.micro_batches_done(self.trainer) == micro_batches
 
     def take_start(self) -> tuple[bool, int]:
         start, self.start = self.start, checkpoints.Start()
+        if self._is_by_hand and not self._windows.windows:
+            self._updates_before = _compat.logged_step(self.trainer) if start.updates is None else start.updates
         if start.anywhere:
             assert self.fetcher is not None
             checkpoints.refuse_torn_window(int(self.fetcher.fetched) % self.accumulate, self.accumulate)
@@ -116,7 +148,7 @@ class WindowFeed:
 
     def start_window(self, batch: Any) -> tuple[int, Any]:
         windows = self._windows
-        _compat.align_logged_step(self.trainer)
+        _compat.align_logged_step(self.trainer, self.updates)
         self._close_window()
         plan = windows.start_window(update=self.trainer.global_step, batch=batch)
         if problem := self._find_problem():  # since the report, on all ranks that run the same code
@@ -127,6 +159,7 @@ class WindowFeed:
                 f" {plan.micro_batches} micro-batches of the window: it is left out, no parameter changes. If that is"
                 " not what the data should be, look at the labels and at `count_tokens`; `on_empty='error'` raises."
             )
+        self.window = None if plan is None else WindowInHand(plan, windows)
         if windows.asked_to_requeue:
             self._save_and_requeue()
         if windows.asked_to_end:

@@ -35,16 +35,18 @@ class TokenNormFSDP(ShardedStrategy, FSDPStrategy):
     with ``gradient_clip_algorithm="norm"``, neither of which `FSDPStrategy` takes.
 
     Args:
-        count_tokens: As in `TokenNormDDP`; and so are the next five.
+        count_tokens: As in `TokenNormDDP`; and so are the next six.
         loss_reduction: See there.
         counting: See there.
         on_empty: See there.
         uneven: See there.
         audit: See there.
-        sync_each_micro_batch: Whether gradients are reduced after every micro-batch, as `FSDPStrategy` does. With
-            ``False`` they are reduced once per update: ``K`` times less of that communication, for the memory of the
-            whole model's gradients on each rank; with mixed precision they are added up in the type that is computed
-            in. Accumulation with ``cpu_offload`` needs ``False``.
+        accumulate_grad_batches: See there.
+        sync_each_micro_batch: Whether gradients are reduced after every micro-batch, so that each rank keeps its shard
+            of them only. With ``False`` they are reduced once per update, as `FSDPStrategy` does with automatic
+            optimization: ``K`` times less of that communication, for the memory of the whole model's gradients on each
+            rank; with mixed precision they are added up in the type that is computed in. Accumulation with
+            ``cpu_offload`` needs ``False``.
         **fsdp_kwargs: Passed on to `FSDPStrategy`, and by it to `torch.distributed.fsdp.FullyShardedDataParallel`.
 
     Raises:
@@ -74,6 +76,7 @@ class TokenNormFSDP(ShardedStrategy, FSDPStrategy):
         on_empty: Literal["skip", "error"] = "skip",
         uneven: Literal["pad", "error"] = "pad",
         audit: bool = False,
+        accumulate_grad_batches: int | None = None,
         sync_each_micro_batch: bool = True,
         **fsdp_kwargs: Any,
     ) -> None:
@@ -85,6 +88,7 @@ class TokenNormFSDP(ShardedStrategy, FSDPStrategy):
             on_empty=on_empty,
             uneven=uneven,
             audit=audit,
+            accumulate_grad_batches=accumulate_grad_batches,
             sync_each_micro_batch=sync_each_micro_batch,
             **fsdp_kwargs,
         )
@@ -164,6 +168,13 @@ class TokenNormFSDP(ShardedStrategy, FSDPStrategy):
         self._units = FSDPUnits(self.model)
         if problem := self._offload_problem():
             raise MisconfigurationException(problem)
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization and isinstance(self.model, FullyShardedDataParallel):
+            raise MisconfigurationException(
+                "`TokenNormFSDP` got a module with manual optimization that is wrapped as a whole: `training_step` runs"
+                " inside of the wrapper's forward, and torch cannot run a backward there. Wrap the parts of the module"
+                " in `configure_model` (`torch.distributed.fsdp.wrap.wrap`), or use `TokenNormModelParallel`."
+            )
         plugin = self.precision_plugin
         if type(plugin).clip_grad_by_norm is FSDPPrecision.clip_grad_by_norm:  # which refuses
             plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]

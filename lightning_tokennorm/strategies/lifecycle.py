@@ -23,6 +23,11 @@ from lightning_tokennorm.grad_scaler import ConstantScale
 from lightning_tokennorm.reduction import Reduction
 from lightning_tokennorm.strategies import checkpoints, failures
 from lightning_tokennorm.strategies.feed import WindowFeed
+from lightning_tokennorm.strategies.manual import (
+    ManualOptimization,
+    WindowInHand,
+    refuse_wrong_place_of_accumulation,
+)
 from lightning_tokennorm.strategies.options import Options
 from lightning_tokennorm.strategies.refusals import refuse_module
 from lightning_tokennorm.strategies.signals import Signals
@@ -53,6 +58,7 @@ class FitLifecycle(ParallelStrategy):
         on_empty: Literal["skip", "error"] = "skip",
         uneven: Literal["pad", "error"] = "pad",
         audit: bool = False,
+        accumulate_grad_batches: int | None = None,
         **host_kwargs: Any,
     ) -> None:
         self._options = Options.checked(
@@ -63,6 +69,7 @@ class FitLifecycle(ParallelStrategy):
             on_empty=on_empty,
             uneven=uneven,
             audit=audit,
+            accumulate_grad_batches=accumulate_grad_batches,
         )
         super().__init__(**host_kwargs)
         _compat.warn_of_other_namespace(frames=2)
@@ -74,6 +81,7 @@ class FitLifecycle(ParallelStrategy):
         self._left_off_at: checkpoints.Progress | None = None
         self._feed: WindowFeed | None = None  # there while fitting
         self._has_no_batch = False  # a transfer hook returned None
+        self._manual: ManualOptimization | None = None  # there while fitting a module that optimizes by itself
 
     @property
     def count_tokens(self) -> TokenCounter:
@@ -111,6 +119,14 @@ class FitLifecycle(ParallelStrategy):
             return None
         return self._feed.windows.num_tokens_in_hand()
 
+    @property
+    def window(self) -> WindowInHand | None:
+        """The accumulation window in hand, with ``is_last`` and ``num_tokens``; ``None`` outside of training.
+
+        For manual optimization: a ``training_step`` lets its optimizers step where ``is_last`` is true.
+        """
+        return None if self._feed is None else self._feed.window
+
     # ---- what a host says
 
     def _reduction(self) -> Reduction:
@@ -146,6 +162,9 @@ class FitLifecycle(ParallelStrategy):
                 self.launcher.kill(signal.SIGKILL)
             raise
         if self._feed is not None:
+            assert self.lightning_module is not None
+            if not self.lightning_module.automatic_optimization:
+                self._feed.accumulate_by_hand(self._options.accumulate_grad_batches or 1)
             self._feed.connect(self._new_exchange(self._reduction()))
 
     def _new_exchange(self, reduction: Reduction) -> WindowExchange:
@@ -161,6 +180,10 @@ class FitLifecycle(ParallelStrategy):
         if not fitting:
             return
         self._check_setup()
+        assert self.lightning_module is not None
+        assert self.model is not None
+        if not self.lightning_module.automatic_optimization:
+            self._manual = ManualOptimization(self.model, self.optimizers)
         feed, reduction = self._feed_in_use, self._reduction()
         feed.windows = WindowAccounting(
             feed.exchange,
@@ -183,7 +206,9 @@ class FitLifecycle(ParallelStrategy):
 
     def _refuse_impossible_setup(self) -> None:
         assert self.lightning_module is not None
-        refuse_module(self.lightning_module, type(self).__name__)
+        name, automatic = type(self).__name__, self.lightning_module.automatic_optimization
+        refuse_module(self.lightning_module, name)
+        refuse_wrong_place_of_accumulation(automatic, self._options.accumulate_grad_batches, name)
         if self.handles_gradient_accumulation:
             raise MisconfigurationException(
                 f"`{type(self).__name__}.handles_gradient_accumulation` is True, so losses would be divided by"
@@ -268,7 +293,9 @@ class FitLifecycle(ParallelStrategy):
                 self._left_off_at = self._progress("teardown", together=False)
             self._close_window()
             feed.close()
-        self._feed = self._trace = None
+        if self._manual is not None:
+            self._manual.close()
+        self._feed = self._trace = self._manual = None
         super().teardown()
 
     @override
@@ -287,7 +314,9 @@ class FitLifecycle(ParallelStrategy):
         assert feed.fetcher is not None
         # Loaders are told apart by the rank in the world, of which the group may be a part.
         together &= feed.exchange.world_size == self.world_size
-        return checkpoints.take_progress(feed.fetcher, feed.exchange, purpose, together=together)
+        return checkpoints.take_progress(
+            feed.fetcher, feed.exchange, purpose, together=together, updates=feed.updates_to_keep
+        )
 
     @override
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ class Options:
     on_empty: Literal["skip", "error"]
     uneven: Literal["pad", "error"]
     audit: bool
+    accumulate_grad_batches: int | None
 
     @classmethod
     def checked(
@@ -35,6 +36,7 @@ class Options:
         on_empty: Literal["skip", "error"],
         uneven: Literal["pad", "error"],
         audit: bool,
+        accumulate_grad_batches: int | None,
     ) -> Options:
         """The options, after a check.
 
@@ -46,9 +48,10 @@ class Options:
             on_empty: See there.
             uneven: See there.
             audit: See there.
+            accumulate_grad_batches: See there.
 
         Raises:
-            TypeError: ``count_tokens`` is not callable.
+            TypeError: ``count_tokens`` is not callable, or ``accumulate_grad_batches`` is no int.
             ValueError: Another option has a value that it does not know.
         """
         if count_tokens is not None and not callable(count_tokens):
@@ -61,8 +64,14 @@ class Options:
         check_choice(strategy, "on_empty", on_empty, ("skip", "error"))
         check_choice(strategy, "uneven", uneven, ("pad", "error"))
         check_choice(strategy, "audit", audit, (False, True))
+        if accumulate_grad_batches is not None:
+            text = f"`{strategy}(accumulate_grad_batches=...)` got {accumulate_grad_batches!r}; expected a whole number"
+            if not isinstance(accumulate_grad_batches, int) or isinstance(accumulate_grad_batches, bool):
+                raise TypeError(f"{text}, the micro-batches of a window under manual optimization.")
+            if accumulate_grad_batches < 1:
+                raise ValueError(f"{text} from 1 on.")
         counter = SupervisedTokens() if count_tokens is None else count_tokens
-        return cls(counter, loss_reduction, counting, on_empty, uneven, audit)
+        return cls(counter, loss_reduction, counting, on_empty, uneven, audit, accumulate_grad_batches)
 
 
 def check_choice(strategy: str, option: str, value: object, choices: tuple[object, ...]) -> None:

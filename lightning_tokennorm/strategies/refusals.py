@@ -17,7 +17,7 @@ from lightning_tokennorm.strategies.comm_hooks import group_of, is_torch_hook
 
 
 def refuse_module(module: pl.LightningModule, strategy: str) -> None:
-    """Refuse a module that does its own optimization, or fetches its own batches.
+    """Refuse a module that fetches its own batches.
 
     Args:
         module: The module.
@@ -26,17 +26,10 @@ def refuse_module(module: pl.LightningModule, strategy: str) -> None:
     Raises:
         MisconfigurationException: It does.
     """
-    name = type(module).__name__
-    if not module.automatic_optimization:
-        raise MisconfigurationException(
-            f"`{strategy}` rescales the loss that Lightning backpropagates, but `{name}.automatic_optimization` is"
-            " False: manual optimization runs the backward itself, so the tokens would not weigh the same. Use"
-            " automatic optimization, or Lightning's own strategy and your own scaling."
-        )
     if _compat.takes_dataloader_iter(module):
         raise MisconfigurationException(
             f"`{strategy}` counts the tokens of a window before its first micro-batch, but"
-            f" `{name}.training_step(dataloader_iter)` fetches its batches itself. Take"
+            f" `{type(module).__name__}.training_step(dataloader_iter)` fetches its batches itself. Take"
             " `training_step(self, batch, batch_idx)`."
         )
 

@@ -52,12 +52,13 @@ class ShardedStrategy(TokenNormStrategy):
         super().__init__(**kwargs)
         self._sync_each_micro_batch = sync_each_micro_batch
         self._units: Any = None  # the `Units`, while fitting
+        self._visits: Any = None  # the units that the step of a micro-batch without tokens has gone through
         self._stand_in: Any = None  # what a step of a batch with tokens was called with, on the host
 
     @override
     def teardown(self) -> None:
         super().teardown()
-        self._units = self._stand_in = None
+        self._units = self._visits = self._stand_in = None
 
     # ---- checkpoints, to which every rank adds what it holds
 
@@ -103,16 +104,33 @@ class ShardedStrategy(TokenNormStrategy):
         return super().training_step(*args, **kwargs)
 
     @override
+    def _waits_in_backward(self, *, is_last: bool) -> bool:
+        return super()._waits_in_backward(is_last=is_last or self._sync_each_micro_batch)
+
+    @override
     def _step_without_tokens(self, step: partial[STEP_OUTPUT]) -> STEP_OUTPUT:
         units: Units = self._units
-        with units.visits() as visits:
+        with units.visits() as self._visits:
             output = super()._step_without_tokens(step)
-        loss = loss_of(output)
-        ways = units.ways(loss, visits)
+        if self._manual is not None:
+            return output
+        ways = units.ways(loss_of(output), self._visits)
+        return self._with_ways(output, self._ways_of_another_batch(step.func) if ways is None else ways)
+
+    @override
+    def _give_way_to_parameters(self, output: STEP_OUTPUT) -> STEP_OUTPUT:
+        if self._manual is None:  # the ways are looked for once the step is over
+            return output
+        units: Units = self._units
+        ways = units.ways(loss_of(output), self._visits)
         if ways is None:
-            ways = self._ways_of_another_batch(step.func)
+            raise self._model_was_not_run()
+        return self._with_ways(output, ways)
+
+    def _with_ways(self, output: STEP_OUTPUT, ways: Sequence[Tensor]) -> STEP_OUTPUT:
         if not ways:
             return output
+        loss = loss_of(output)
         return with_loss(output, touching(torch.zeros((), device=self.root_device) if loss is None else loss, ways))
 
     def _ways_of_another_batch(self, step: Callable[..., STEP_OUTPUT]) -> Sequence[Tensor]:
@@ -129,7 +147,10 @@ class ShardedStrategy(TokenNormStrategy):
             ways = units.ways(loss, visits)
             if ways is not None:
                 return ways if loss is None else [loss, *ways]
-        raise TokenNormError(
+        raise self._model_was_not_run()
+
+    def _model_was_not_run(self) -> TokenNormError:
+        return TokenNormError(
             f"`training_step` did not run the model for a micro-batch without supervised tokens, {self._where()}, and"
             " there is no batch of before to run it on; other ranks wait in it. Run the forward for every batch, also"
             " where the loss does not need it."

@@ -42,6 +42,7 @@ def test_signatures() -> None:
         "on_empty": "skip",
         "uneven": "pad",
         "audit": False,
+        "accumulate_grad_batches": None,
         "ddp_hook_reduces": None,
         "ddp_kwargs": None,
     }
@@ -52,6 +53,7 @@ def test_signatures() -> None:
         "on_empty": "skip",
         "uneven": "pad",
         "audit": False,
+        "accumulate_grad_batches": None,
         "sync_each_micro_batch": True,
     }
     assert parameters(package.TokenNormFSDP) == {**own, "fsdp_kwargs": None}

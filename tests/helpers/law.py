@@ -175,7 +175,7 @@ def fit(
     trainer = make_trainer(
         world_size,
         strategy=strategy,
-        accumulate_grad_batches=case.accumulate,
+        accumulate_grad_batches=options.pop("accumulate_grad_batches", case.accumulate),
         max_epochs=case.epochs,
         callbacks=[updates, *options.pop("callbacks", [])],
         **options,

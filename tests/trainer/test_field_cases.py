@@ -245,12 +245,6 @@ class OwnAccumulation(TokenNormDDP):
     handles_gradient_accumulation = True  # type: ignore[assignment]
 
 
-class Manual(ScalarModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
 class FetchesItself(ScalarModule):
     def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         return self.loss(next(dataloader_iter)[0])
@@ -259,7 +253,6 @@ class FetchesItself(ScalarModule):
 def impossible_setups(rank: int, world_size: int) -> list[str]:
     texts = []
     for module, strategy in (
-        (Manual(), TokenNormDDP()),
         (FetchesItself(), TokenNormDDP()),
         (ScalarModule(), OwnAccumulation()),
     ):
@@ -271,9 +264,7 @@ def impossible_setups(rank: int, world_size: int) -> list[str]:
 
 
 def test_impossible_setups_are_refused_with_the_remedy() -> None:
-    for manual, fetches, accumulates in run_ranks(impossible_setups, 2):
-        assert "Manual.automatic_optimization` is False" in manual
-        assert "Use automatic optimization" in manual
+    for fetches, accumulates in run_ranks(impossible_setups, 2):
         assert "FetchesItself.training_step(dataloader_iter)`" in fetches
         assert "OwnAccumulation.handles_gradient_accumulation` is True" in accumulates
 
