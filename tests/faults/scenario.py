@@ -317,7 +317,7 @@ def train(run: Run, rank: int) -> None:
     saves = ModelCheckpoint(
         run.folder, "{step}", every_n_train_steps=1, save_top_k=-1, save_last=True, enable_version_counter=False
     )
-    saves_last = ModelCheckpoint(run.folder, "last_words", every_n_epochs=9, save_on_exception=True)
+    saves_last = ModelCheckpoint(run.folder, "last_words", every_n_epochs=9, save_last=True, save_on_exception=True)
     trainer = make_trainer(
         2,
         strategy=make_strategy(run, faults),
