@@ -11,7 +11,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +86,14 @@ class ChatData(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """This rank's share, in another order in each epoch."""
-        world_size, rank = self._ranks()
+        return self._train_loader(*self._ranks())
+
+    def micro_batches_of_all_ranks(self, world_size: int) -> Iterator[dict[str, Tensor]]:
+        """The micro-batches of the first epoch, of one rank after the other: as `token_weight_report` takes them."""
+        for each_rank in zip(*(self._train_loader(world_size, rank) for rank in range(world_size)), strict=True):
+            yield from each_rank
+
+    def _train_loader(self, world_size: int, rank: int) -> DataLoader[Any]:
         sampler: DistributedSampler[Any] = DistributedSampler(
             self.training,  # type: ignore[arg-type]
             num_replicas=world_size,

@@ -2,6 +2,7 @@
 
     python examples/finetune_causal_lm.py
     python examples/finetune_causal_lm.py --model ./my-model --data chats.jsonl --output runs/chats
+    python examples/finetune_causal_lm.py --report
     python examples/finetune_causal_lm.py --help
 
 Without options a real pretrained model, SmolLM2-135M-Instruct, learns to write the docstrings of Python's standard
@@ -36,6 +37,8 @@ from smollm2 import new_folder, smollm2_folder
 if TYPE_CHECKING:
     from causal_lm import Outcome
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from lightning_tokennorm.weights import TokenWeightReport
 
 DEFAULT_MAX_LENGTH = 96
 """Longest conversation of the default data, in tokens: short functions, so that two CPU cores need minutes only."""
@@ -83,6 +86,9 @@ def run(options: Options) -> None:
     model_name = options.model or str(smollm2_folder())
     tokenizer, context = load_tokenizer(model_name)
     train_samples, val_samples = encode_all(training, validation, tokenizer, context, devices, options)
+    if options.report:
+        print(weights(train_samples, devices, options))
+        return
     model = load_model(model_name)
     if is_first_process():
         create_output(options.output)
@@ -166,6 +172,21 @@ def encode_all(
             f"{len(val_samples)} to validate on, expected at least one of each for each of the {devices} ranks"
         )
     return train_samples, val_samples
+
+
+def weights(samples: Sequence[Sample], devices: int, options: Options) -> TokenWeightReport:
+    """How plain DDP would weigh the tokens of the updates that a run with these options makes in its first epoch."""
+    from causal_lm import ChatData
+
+    from lightning_tokennorm import token_weight_report
+
+    data = ChatData(samples, [], options.micro_batch, pad_id=0, seed=options.seed)
+    return token_weight_report(
+        data.micro_batches_of_all_ranks(devices),
+        accumulate=options.accumulate,
+        world_size=devices,
+        windows=options.steps,
+    )
 
 
 def note_unused(samples: Sequence[Sample]) -> None:

@@ -48,6 +48,8 @@ class Options:
     """Tokens per conversation; None is the model's context (96 for the default data)."""
     seed: int
     """Seed of the order of the data, and of dropout."""
+    report: bool
+    """Whether to say how plain DDP would weigh the tokens, in place of training."""
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -102,6 +104,11 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         "[the model's context; 96 for the default data]",
     )
     parser.add_argument("--seed", type=_whole(0), default=0, metavar="N", help="of data order, dropout [%(default)s]")
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="print how unevenly plain DDP would weigh the tokens of these updates, and train nothing",
+    )
     values = parser.parse_args(arguments)
     if values.val_data is not None and values.data is None:
         raise InputError("--val-data needs --data: the default data brings its own validation part")

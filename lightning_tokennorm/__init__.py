@@ -8,24 +8,38 @@ Importing the package registers the strategy names ``tokennorm_ddp``, ``tokennor
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_tokennorm import _compat
-from lightning_tokennorm.callbacks import TokenMeanMetric
+from lightning_tokennorm.callbacks import (
+    TokenBudget,
+    TokenMeanMetric,
+    TokenThroughput,
+    TokenWeightMonitor,
+    UpdateLedger,
+)
 from lightning_tokennorm.counting import SupervisedTokens
 from lightning_tokennorm.errors import TokenNormError
+from lightning_tokennorm.heads import Heads
 from lightning_tokennorm.loops import TokenWindow, token_windows
 from lightning_tokennorm.metric import TokenMean
 from lightning_tokennorm.strategies import TokenNormDDP, TokenNormFSDP, TokenNormModelParallel
+from lightning_tokennorm.weights import token_weight_report
 from lightning_tokennorm.window import UpdateRecord
 
 __all__ = [
+    "Heads",
     "SupervisedTokens",
+    "TokenBudget",
     "TokenMean",
     "TokenMeanMetric",
     "TokenNormDDP",
     "TokenNormError",
     "TokenNormFSDP",
     "TokenNormModelParallel",
+    "TokenThroughput",
+    "TokenWeightMonitor",
     "TokenWindow",
+    "UpdateLedger",
     "UpdateRecord",
+    "token_weight_report",
     "token_windows",
 ]
 __version__ = "0.1.0"

@@ -322,14 +322,19 @@ def remember_logged(trainer: pl.Trainer) -> Callable[[], None]:
 
 
 def watch_division_of_loss(trainer: pl.Trainer, note: Callable[[int], None]) -> Callable[[], None]:
-    """Tell by how much Lightning divides each training loss, where it does so.
+    """Tell by how much Lightning divides each training loss, where it does so; as `watch_training_steps`."""
+    return watch_training_steps(trainer, lambda output, divided_by: note(divided_by))
+
+
+def watch_training_steps(trainer: pl.Trainer, note: Callable[[Any, int], None]) -> Callable[[], None]:
+    """Show what each training step has returned, and by how much Lightning divides its loss, where it does so.
 
     That is ``K`` as it is when `training_step` has returned, and no hook runs there: whatever is read in one may have
     been changed before or after.
 
     Args:
         trainer: The Trainer; with manual optimization nothing is divided and nothing is told.
-        note: Called with the divisor.
+        note: Called with what the step has returned, and with the divisor.
 
     Returns:
         A function that takes the change back.
@@ -337,16 +342,22 @@ def watch_division_of_loss(trainer: pl.Trainer, note: Callable[[int], None]) -> 
     loop = _private(trainer.fit_loop.epoch_loop, "automatic_optimization")
     result_class: Any = _private(loop, "output_result_cls")
 
+    watches = True
+
     class Noting(result_class):  # type: ignore[misc]
         @classmethod
         def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> Any:
-            note(normalize)
+            if watches:
+                note(training_step_output, normalize)
             return super().from_training_step_output(training_step_output, normalize)
 
     loop.output_result_cls = Noting
 
     def restore() -> None:
-        loop.__dict__.pop("output_result_cls", None)
+        nonlocal watches
+        watches = False
+        if loop.output_result_cls is Noting:  # else somebody watches on top of this, and goes on
+            loop.output_result_cls = result_class
 
     return restore
 

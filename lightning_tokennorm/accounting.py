@@ -22,7 +22,10 @@ from lightning_tokennorm.counting import Count, TokenCounter, check_count, to_ho
 from lightning_tokennorm.errors import RaisedElsewhere, TokenNormError, text_of, words_of
 from lightning_tokennorm.exchange import WindowExchange
 from lightning_tokennorm.fingerprint import fingerprint
+from lightning_tokennorm.head_losses import HeadLosses, plain_value, sum_of_losses
+from lightning_tokennorm.heads import ONE_LOSS, by_head, unknown_names
 from lightning_tokennorm.window import (
+    HeadRecord,
     LossReduction,
     RankReport,
     UpdateRecord,
@@ -50,6 +53,7 @@ class WindowAccounting:
         on_empty: What a window without a token is: ``"skip"`` or ``"error"``.
         uneven: What ranks are whose data ends before the others': ``"pad"`` or ``"error"``.
         ranks_divided_by: By what the reduction over ranks divides the sum of their gradients; ``None`` for ``W``.
+        head_weights: The weights of several losses by their names; 1 where none is given.
         copies: The ranks of each model replica, where several hold the same batches: one of each is counted. ``None``
             where every rank has batches of its own.
     """
@@ -64,11 +68,14 @@ class WindowAccounting:
         uneven: Literal["pad", "error"],
         ranks_divided_by: float | None = None,
         copies: Sequence[Sequence[int]] | None = None,
+        head_weights: Mapping[str, float] | None = None,
     ) -> None:
         self.exchange = exchange
         self._copies = [(rank,) for rank in range(exchange.world_size)] if copies is None else copies
         self._has_copies = len(self._copies) < exchange.world_size
         self._count_tokens = count_tokens
+        self._weights = dict(head_weights or {})
+        self._heads: tuple[str, ...] = ()  # that the ranks have agreed upon
         self._loss_reduction: LossReduction = loss_reduction
         self._on_empty = on_empty
         self._pad = uneven == "pad"
@@ -79,12 +86,14 @@ class WindowAccounting:
         self._plan: WindowPlan | None = None
         self._update = 0
         self._losses: dict[int, tuple[Tensor, Count]] = {}
+        self._head_losses = HeadLosses(self._weights, loss_reduction)
         self._ran_backward: set[int] = set()
         self._left_out: set[int] = set()
         self._outcome: str | None = NOT_STEPPED
         self._mismatches: list[str] = []
         # This rank's part of the window that was reported last.
         self._reported_tokens: tuple[Count, ...] = ()
+        self._reported_heads: Mapping[str, tuple[Count, ...]] = {}
         self._reported_failure: Exception | None = None
         self.micro_batch = -1
         """Index in its window of the micro-batch in hand."""
@@ -125,15 +134,15 @@ class WindowAccounting:
             requeue: Whether this rank got the signal before a requeue.
         """
         tokens: tuple[Count, ...] = ()
+        heads: Mapping[str, tuple[Count, ...]] = {}
         looks = 0
         try:
-            counts = [0 if batch is None else check_count(self._count_tokens(batch)) for batch in batches]
-            tokens = to_host(counts)
+            tokens, heads = self._count(batches)
             for batch in batches if self._has_copies else ():
                 looks = fingerprint(batch, looks)
         except Exception as error:  # to be raised when the window comes, by all ranks together
             failure = error
-        self._reported_tokens, self._reported_failure = tokens, failure
+        self._reported_tokens, self._reported_heads, self._reported_failure = tokens, heads, failure
         report = RankReport(
             total(tokens),
             len(batches),
@@ -143,8 +152,22 @@ class WindowAccounting:
             sigterm=sigterm,
             requeue=requeue,
             fingerprint=looks,
+            names_heads=not set(heads) <= {*self._heads, *(() if self._heads else (ONE_LOSS,))},
+            heads=self._in_order(heads),
         )
         self.exchange.send(report)
+
+    def _count(self, batches: Sequence[Any]) -> tuple[tuple[Count, ...], Mapping[str, tuple[Count, ...]]]:
+        """The tokens of each micro-batch: those of all losses, and by their names."""
+        counted = [{} if batch is None else by_head(self._count_tokens(batch)) for batch in batches]
+        names = sorted({name for each in counted for name in each})
+        host = iter(to_host([each.get(name, 0) for name in names for each in counted]))
+        heads = {name: tuple(next(host) for _ in counted) for name in names}
+        return tuple(total(column) for column in zip(*heads.values(), strict=True)) or (0,) * len(batches), heads
+
+    def _in_order(self, heads: Mapping[str, tuple[Count, ...]]) -> tuple[Count, ...]:
+        """This rank's tokens of a window for each head that the ranks have agreed upon."""
+        return tuple(total(heads.get(name, ())) for name in self._heads)
 
     def goes_on(self) -> bool:
         """Whether some rank has reported anything but the end of its data: waits for all reports."""
@@ -177,6 +200,8 @@ class WindowAccounting:
             )
         if any(report.refuses for report in reports):
             self._refuse_together(self._reported_failure, update)
+        if any(report.names_heads for report in reports):
+            reports = self._agree_on_heads(reports, update)
         if problem := differing_copies(reports, self._copies):
             raise TokenNormError(f"At update {update}, {problem}", together=True)
         if problem := disagreement(reports, pad=self._pad):
@@ -186,12 +211,18 @@ class WindowAccounting:
         if not any(report.micro_batches for report in reports):  # the data of all ranks has ended
             return None
         counted = [reports[ranks[0]] for ranks in self._copies]
-        plan = WindowPlan.agreed(counted, self._reported_tokens, ranks_divided_by=self._ranks_divided_by)
+        none = (0,) * len(self._reported_tokens)
+        plan = WindowPlan.agreed(
+            counted,
+            self._reported_tokens,
+            ranks_divided_by=self._ranks_divided_by,
+            heads={name: self._reported_heads.get(name, none) for name in self._heads},
+        )
         self.windows += 1
         if plan.num_tokens == 0:
             self.empty_windows += 1
             self._refuse_empty_window(plan, update)
-        self._losses = {}
+        self._losses, self._head_losses = {}, HeadLosses(self._weights, self._loss_reduction)
         self._ran_backward = set()
         self._left_out = set()
         self._outcome = NOT_STEPPED
@@ -201,6 +232,36 @@ class WindowAccounting:
         self._plan, self._update = plan, update
         self.exchange.start()
         return plan
+
+    def _agree_on_heads(self, reports: Sequence[RankReport], update: int) -> list[RankReport]:
+        """Exchange the names of the heads, which may differ between ranks; called by all of them.
+
+        Returns:
+            The reports, with a count for each head that some rank has counted so far.
+
+        Raises:
+            TokenNormError: On all ranks: some count one loss and some count heads, or a weight is given for a head that
+                nobody counts.
+        """
+        self._refuse_to_go_on_without(self.exchange.who_left(), update)  # who has reported the window, and is gone
+        told = self.exchange.gather_objects({name: total(counts) for name, counts in self._reported_heads.items()})
+        names = {name for counts in told for name in counts} | set(self._heads)
+        if ONE_LOSS in names:
+            alone = next(rank for rank, counts in enumerate(told) if ONE_LOSS in counts)
+            raise TokenNormError(
+                f"At update {update}, rank {alone} counts one loss, and others count the heads"
+                f" {', '.join(repr(name) for name in sorted(names - {ONE_LOSS}))}. Let `count_tokens` return a mapping"
+                " of the same names for every batch, with 0 for heads that a batch has no tokens of.",
+                together=True,
+            )
+        if problem := unknown_names(self._weights, sorted(names)):
+            raise TokenNormError(f"`head_weights` names {problem}.", together=True)
+        self._heads = tuple(sorted(names))
+        self.exchange.widen(len(self._heads))
+        return [
+            replace(report, heads=tuple(counts.get(name, 0) for name in self._heads))
+            for report, counts in zip(reports, told, strict=True)
+        ]
 
     def refuse_to_wait_in_vain(self) -> None:
         """Make sure that no rank has left; called by all ranks before something of the host's that waits for them.
@@ -298,6 +359,24 @@ class WindowAccounting:
         return 0 if self._plan is None else self._plan.tokens[self.micro_batch]
 
     @property
+    def has_heads(self) -> bool:
+        """Whether the window in hand has several losses."""
+        return self._plan is not None and bool(self._plan.heads)
+
+    @property
+    def has_idle_head(self) -> bool:
+        """Whether some loss of the micro-batch in hand has no token, so that it takes no part in the backward."""
+        plan = self._plan
+        if plan is None or not plan.heads:
+            return self.num_tokens_in_hand() == 0
+        return len(self._head_losses.live(plan, self.micro_batch)) < len(plan.heads)
+
+    def combine(self, losses: Any, where: str) -> Tensor:
+        """The weighted sum of the losses of the micro-batch in hand, see `HeadLosses.combine`."""
+        assert self._plan is not None
+        return self._head_losses.combine(self._plan, self.micro_batch, losses, where)
+
+    @property
     def first_backward(self) -> bool:
         """Whether no micro-batch of the window has run its backward yet."""
         return not self._ran_backward
@@ -329,14 +408,13 @@ class WindowAccounting:
             )
         self._ran_backward.add(self.micro_batch)
         factor = plan.factor(self.micro_batch, self._loss_reduction, divided_by)
+        if plan.heads:
+            return factor if self._head_losses.live(plan, self.micro_batch) else 0.0
         if factor:
             # one by micro-batch, since an optimizer may run its closure more than once
             weight = plan.loss_weight(self.micro_batch, self._loss_reduction, divided_by)
-            loss = loss.detach()
-            # of a loss that is a DTensor (`loss_parallel`) the value, which all ranks of the replica come by here
-            loss = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
             key = len(self._losses) if one_of_several else self.micro_batch
-            self._losses[key] = (loss.reshape(()), weight)
+            self._losses[key] = (plain_value(loss), weight)
         return factor
 
     def leave_out(self) -> None:
@@ -387,7 +465,8 @@ class WindowAccounting:
         """What went into the update of the window in hand, which is over; losses are added up where somebody asks."""
         plan, self._plan = self._plan, None
         assert plan is not None
-        return partial(_record, plan, self._losses, self._update, self._outcome, device)
+        heads = self._head_losses.records(plan)
+        return partial(_record, plan, self._losses, heads, self._update, self._outcome, device)
 
     def audit(self, output: Any, *, batch_idx: int, accumulate: int, update: int) -> None:
         """Compare the count that the loss of the micro-batch in hand was made with to the one counted ahead.
@@ -441,13 +520,13 @@ def _listed(reasons: Sequence[str | None]) -> str:
 def _record(
     plan: WindowPlan,
     losses: Mapping[int, tuple[Tensor, Count]],
+    make_heads: Callable[[torch.device], tuple[dict[str, HeadRecord], Tensor]],
     index: int,
     skipped_because: str | None,
     device: torch.device,
 ) -> UpdateRecord:
-    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    for loss, weight in losses.values():
-        loss_sum = loss_sum.add(loss, alpha=weight)  # cast, scaled and added in one kernel
+    heads, weighted = make_heads(device)
+    loss_sum = weighted if heads else sum_of_losses(losses.values(), device)
     return UpdateRecord(
         index=index,
         num_tokens=plan.num_tokens,
@@ -459,6 +538,7 @@ def _record(
         applied=skipped_because is None,
         skipped_because=skipped_because,
         padded_micro_batches=plan.padded_micro_batches,
+        heads=heads,
     )
 
 

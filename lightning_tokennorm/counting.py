@@ -186,7 +186,8 @@ def counter_for(counter: TokenCounter, module: nn.Module | None) -> TokenCounter
     Raises:
         ValueError: As `SupervisedTokens.for_module`.
     """
-    return counter.for_module(module) if isinstance(counter, SupervisedTokens) and module is not None else counter
+    for_module = getattr(counter, "for_module", None)
+    return counter if module is None or for_module is None else for_module(module)
 
 
 def describe_counter(counter: TokenCounter) -> str:
@@ -198,6 +199,8 @@ def describe_counter(counter: TokenCounter) -> str:
         >>> describe_counter(len)
         'what `len` returns'
     """
+    if (describe := getattr(counter, "describe", None)) is not None:
+        return str(describe())
     if not isinstance(counter, SupervisedTokens):
         return f"what `{getattr(counter, '__qualname__', type(counter).__name__)}` returns"
     labels = "labels" if counter.labels == "labels" else f"labels at {counter.labels!r}"

@@ -31,7 +31,7 @@ from lightning_tokennorm.window import RankReport
 
 _T = TypeVar("_T")
 _WORDS = 6
-_FLAGS = ("refuses", "borrows", "sigterm", "requeue", "meets", "leaves")
+_FLAGS = ("refuses", "borrows", "sigterm", "requeue", "meets", "leaves", "names_heads")
 _STORE_ANSWERS_WITHIN_S = 5
 _ASKS_EVERY_S = 0.5
 _EXCHANGES = itertools.count()
@@ -62,12 +62,20 @@ class WindowExchange:
             self._word = f"lightning_tokennorm/{group.group_name}/{next(_EXCHANGES)}"
         # Kept from window to window: a tensor that only a thread of gloo still holds is freed by that thread, which
         # aborts the process where the interpreter is on its way out.
-        self._row = torch.zeros(_WORDS, dtype=torch.int64)
-        self._table = torch.zeros(self.world_size, _WORDS, dtype=torch.int64)
-        self._rows = list(self._table.unbind())
+        self._kept: list[Any] = []
+        self.widen(0)
         self._on_its_way: dist.Work | None = None
         self._sent = self._sent_at_start = 0  # rows so far, and as the latest window started
         self._reports: list[RankReport] = []
+
+    def widen(self, heads: int) -> None:
+        """Make rows with a count for each of several heads from now on; called by all ranks at the same point."""
+        self.heads = heads
+        """The number of heads that a row has a count for."""
+        self._row = torch.zeros(_WORDS + 2 * heads, dtype=torch.int64)
+        self._table = torch.zeros(self.world_size, len(self._row), dtype=torch.int64)
+        self._rows = list(self._table.unbind())
+        self._kept += [self._row, self._table, self._rows]
 
     @classmethod
     def spanning(cls, process_group: dist.ProcessGroup | None, timeout: timedelta | None = None) -> WindowExchange:
@@ -106,7 +114,7 @@ class WindowExchange:
             self._reports = [report]
             return
         self._wait()  # for one that nobody has received, since its epoch ended early or it was sent anew
-        self._row.copy_(torch.tensor(_to_words(report)))
+        self._row.copy_(torch.tensor(_to_words(report, self.heads)))
         with self._naming_what_failed():
             self._on_its_way = dist.all_gather(self._rows, self._row, group=self.group, async_op=True)
 
@@ -327,16 +335,26 @@ def _store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def _to_words(report: RankReport) -> list[int]:
-    # A count travels as 64 bits: an int as itself, a float as its bit pattern. Nothing is added up on the way.
-    weighted = isinstance(report.num_tokens, float)
-    bits = struct.unpack("<q", struct.pack("<d", report.num_tokens))[0] if weighted else int(report.num_tokens)
+def _to_words(report: RankReport, heads: int) -> list[int]:
     flags = sum(flag << bit for bit, flag in enumerate(getattr(report, name) for name in _FLAGS))
-    return [weighted, bits, report.micro_batches, report.accumulate, flags, report.fingerprint]
+    counts = [report.num_tokens, *report.heads, *[0] * (heads - len(report.heads))]
+    words = [report.micro_batches, report.accumulate, flags, report.fingerprint]
+    return words + [word for count in counts for word in _count_to_words(count)]
 
 
 def _from_words(words: Sequence[int]) -> RankReport:
-    weighted, bits, micro_batches, accumulate, flags, fingerprint = words
-    num_tokens: Count = struct.unpack("<d", struct.pack("<q", bits))[0] if weighted else bits
+    micro_batches, accumulate, flags, fingerprint, *counts = words
+    num_tokens, *heads = itertools.starmap(_count_from_words, zip(counts[::2], counts[1::2], strict=True))
     said = {name: bool(flags >> bit & 1) for bit, name in enumerate(_FLAGS)}
-    return RankReport(num_tokens, micro_batches, accumulate, **said, fingerprint=fingerprint)
+    return RankReport(num_tokens, micro_batches, accumulate, **said, fingerprint=fingerprint, heads=tuple(heads))
+
+
+def _count_to_words(count: Count) -> tuple[int, int]:
+    # A count travels as 64 bits: an int as itself, a float as its bit pattern. Nothing is added up on the way.
+    weighted = isinstance(count, float)
+    return weighted, struct.unpack("<q", struct.pack("<d", count))[0] if weighted else int(count)
+
+
+def _count_from_words(weighted: int, bits: int) -> Count:
+    count: Count = struct.unpack("<d", struct.pack("<q", bits))[0] if weighted else bits
+    return count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -55,7 +55,8 @@ def token_windows(
             window.
         divided_by: By what the backward that is used divides the loss: 1 for ``loss.backward`` and ``fabric.backward``,
             Accelerate's ``gradient_accumulation_steps`` for ``accelerator.backward``.
-        count_tokens: Counts the supervised tokens of a batch as the loader yields it. Default: `SupervisedTokens()`.
+        count_tokens: Counts the supervised tokens of a batch as the loader yields it, of each loss where there are
+            several (`Heads`). Default: `SupervisedTokens()`.
         loss_reduction: What the loss is: the ``"mean"`` over the micro-batch's supervised tokens, or their ``"sum"``.
         on_empty: What happens to a window in which no rank has a token: with ``"skip"`` no rank gets it, so there is
             nothing to step on, and a warning is given at the first; 50 such windows at the start are an error. With
@@ -161,11 +162,12 @@ class TokenWindow:
             with loop.syncing.let_through() if self.is_last else loop.syncing.held_back():
                 yield
 
-    def backward(self, loss: Tensor, backward: Callable[[Tensor], Any] | None = None) -> None:
+    def backward(self, loss: Tensor | Mapping[str, Tensor], backward: Callable[[Tensor], Any] | None = None) -> None:
         """Run the backward of the micro-batch in hand, with the weight that its tokens have in the window.
 
         Args:
-            loss: Its loss, the mean or the sum over its supervised tokens; of any value where it has none.
+            loss: Its loss, the mean or the sum over its supervised tokens; of any value where it has none. A mapping of
+                names to losses where ``count_tokens`` counts several.
             backward: Runs the backward of a loss: ``fabric.backward``, ``accelerator.backward``. Default:
                 ``loss.backward``.
 
@@ -177,9 +179,9 @@ class TokenWindow:
         with self._loop.leaving_on_error():
             if self._loop.window is not self or self._make_record is not None:
                 raise TokenNormError("`window.backward` was called after the window's last micro-batch had had it.")
-            self._loop.backward(loss, backward)
+            device = self._loop.backward(loss, backward)
             if self.is_last:
-                self._make_record = self._loop.take_record(loss.device)
+                self._make_record = self._loop.take_record(device)
 
     @property
     def record(self) -> UpdateRecord:
@@ -282,9 +284,11 @@ class _Loop:
                 stacklevel=4,
             )
 
-    def backward(self, loss: Tensor, backward: Callable[[Tensor], Any] | None) -> None:
-        """Run the backward of the micro-batch in hand."""
+    def backward(self, loss: Tensor | Mapping[str, Tensor], backward: Callable[[Tensor], Any] | None) -> torch.device:
+        """Run the backward of the micro-batch in hand; returns the device of its loss."""
         accounting, where = self.accounting, self._where()
+        if accounting.has_heads or isinstance(loss, Mapping):
+            loss = accounting.combine(loss, where)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
             raise TypeError(f"`window.backward` got a loss of {shape} for {where}; expected a tensor with one element.")
@@ -294,7 +298,7 @@ class _Loop:
             )
         is_last = self._is_last
         factor = accounting.factor(loss, self._divided_by)
-        prepared = self.syncing.prepare(loss, where, has_tokens=bool(factor))
+        prepared = self.syncing.prepare(loss, where, has_tokens=not accounting.has_idle_head)
         if self.syncing.waits_in_backward(is_last=is_last):
             accounting.refuse_to_wait_in_vain()
         if prepared is not None:
@@ -313,6 +317,7 @@ class _Loop:
                 failures.name_failed_rank(error, accounting.exchange)
                 raise
         self._has_run_backward = True
+        return loss.device
 
     def take_record(self, device: torch.device) -> Callable[[], UpdateRecord]:
         """What went into the update; the window's last micro-batch has had its backward."""

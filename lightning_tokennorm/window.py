@@ -16,8 +16,8 @@ and where a communication hook leaves the ranks' sum instead of DDP's average, `
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from torch import Tensor
@@ -51,6 +51,20 @@ class RankReport:
     """Whether this is no report of a window: the rank has left the training before its end, and reports no more."""
     fingerprint: int = 0
     """What the batches look like, where other ranks have to hold the same ones."""
+    names_heads: bool = False
+    """Whether this rank counts heads that the ranks have not agreed upon: their names are exchanged afterwards."""
+    heads: tuple[Count, ...] = ()
+    """Tokens of each head that the ranks have agreed upon, in the order of their names."""
+
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """What a window is for one of several losses."""
+
+    num_tokens: Count
+    """``N`` of this head."""
+    tokens: tuple[Count, ...]
+    """``n[r, k]`` of this head and rank, one per micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +97,17 @@ class WindowPlan:
     """The largest number of tokens that a rank has in the window."""
     ranks_divided_by: float
     """By what the reduction divides the sum over ranks: ``W``, or 1 where a communication hook leaves the sum."""
+    heads: Mapping[str, HeadPlan] = field(default_factory=dict)
+    """By name, where there are several losses; `num_tokens` and `tokens` are the sums over them."""
 
     @classmethod
     def agreed(
-        cls, reports: Sequence[RankReport], tokens: tuple[Count, ...], *, ranks_divided_by: float | None = None
+        cls,
+        reports: Sequence[RankReport],
+        tokens: tuple[Count, ...],
+        *,
+        ranks_divided_by: float | None = None,
+        heads: Mapping[str, tuple[Count, ...]] | None = None,
     ) -> WindowPlan:
         """The plan that follows from the reports of all ranks, in which `disagreement` found nothing.
 
@@ -96,18 +117,24 @@ class WindowPlan:
             reports: One report per rank, the same list on every rank.
             tokens: ``n[r, k]`` of this rank's own micro-batches.
             ranks_divided_by: By what the reduction divides the sum over ranks; ``None`` for their number.
+            heads: ``n[r, k]`` of this rank's own micro-batches for each head, in the order of the reports'.
         """
         per_rank = [report.num_tokens for report in reports]
         micro_batches = max(report.micro_batches for report in reports)
+        padding = (0,) * (micro_batches - len(tokens))
         return cls(
             num_tokens=total(per_rank),
             world_size=len(reports),
             accumulate=reports[0].accumulate,
-            tokens=tokens + (0,) * (micro_batches - len(tokens)),
+            tokens=tokens + padding,
             padded_micro_batches=sum(micro_batches - report.micro_batches for report in reports),
             tokens_min=min(per_rank),
             tokens_max=max(per_rank),
             ranks_divided_by=len(reports) if ranks_divided_by is None else ranks_divided_by,
+            heads={
+                name: HeadPlan(total(report.heads[index] for report in reports), own + padding)
+                for index, (name, own) in enumerate((heads or {}).items())
+            },
         )
 
     @property
@@ -128,7 +155,21 @@ class WindowPlan:
         """
         if self.tokens[micro_batch] == 0:
             return 0.0
+        if self.heads:  # whose own factors are in the gradient of their sum
+            return divided_by * self.ranks_divided_by
         return self.loss_weight(micro_batch, loss_reduction, divided_by) * self.ranks_divided_by / self.num_tokens
+
+    def head_factor(self, head: str, micro_batch: int, loss_reduction: LossReduction) -> float:
+        """What the gradient of a head's loss is multiplied by, besides what is done to the sum of all heads.
+
+        Args:
+            head: Its name.
+            micro_batch: The index ``k`` of the micro-batch in the window.
+            loss_reduction: Whether the loss is the mean over the head's tokens or their sum.
+        """
+        plan = self.heads[head]
+        tokens = plan.tokens[micro_batch]
+        return (tokens if loss_reduction == "mean" else 1) / plan.num_tokens if tokens else 0.0
 
     def loss_weight(self, micro_batch: int, loss_reduction: LossReduction, divided_by: float) -> Count:
         """What the loss that is handed over is multiplied by to be ``S[r, k]``.
@@ -139,6 +180,16 @@ class WindowPlan:
             divided_by: By what the loss was divided before: ``K`` by Lightning.
         """
         return divided_by * (self.tokens[micro_batch] if loss_reduction == "mean" else 1)
+
+
+@dataclass(frozen=True)
+class HeadRecord:
+    """What one of several losses added to an update."""
+
+    num_tokens: Count
+    """``N`` of this head: its tokens over the window's micro-batches and all ranks."""
+    loss_sum: Tensor
+    """Sum of the losses of this rank's tokens: shape ``()``, float64, detached, on the rank's device."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +216,8 @@ class UpdateRecord:
     """Why it did not, else ``None``."""
     padded_micro_batches: int = 0
     """Micro-batches of the window, over all ranks, that had no data: their ranks' loaders had ended."""
+    heads: Mapping[str, HeadRecord] = field(default_factory=dict)
+    """By name, where there are several losses; `num_tokens` is the sum over them, `loss_sum` their weighted sum."""
 
 
 def total(counts: Iterable[Count]) -> Count:
@@ -213,7 +266,10 @@ def differing_copies(reports: Sequence[RankReport], copies: Sequence[Sequence[in
         return None
     for ranks in copies:
         held = [reports[rank] for rank in ranks]
-        if len({(each.num_tokens, each.micro_batches, each.borrows, each.fingerprint) for each in held}) == 1:
+        if (
+            len({(each.num_tokens, each.heads, each.micro_batches, each.borrows, each.fingerprint) for each in held})
+            == 1
+        ):
             continue
         told = ", ".join(
             f"rank {rank} has {each.num_tokens} tokens in {each.micro_batches} micro-batches"

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -17,6 +16,8 @@ from lightning_tokennorm import _compat
 from lightning_tokennorm.callbacks.bars import eval_names, show_short_names, train_names
 from lightning_tokennorm.callbacks.batch_sums import BatchSums
 from lightning_tokennorm.callbacks.monitors import is_monitored, warn_of_other_monitors
+from lightning_tokennorm.callbacks.per_update import StepValue as _StepValue
+from lightning_tokennorm.callbacks.per_update import state_device as _state_device
 from lightning_tokennorm.counting import SupervisedTokens, TokenCounter, counter_for
 from lightning_tokennorm.metric import TokenMean, TokenPerplexity, token_mean
 from lightning_tokennorm.window import LossReduction
@@ -312,19 +313,3 @@ def _is_copy(trainer: pl.Trainer) -> bool:
 
 def _nothing() -> None:
     """Nothing to undo."""
-
-
-class _StepValue(Metric):
-    """Holds a value that is logged by step and has no meaning over an epoch."""
-
-    def update(self) -> None:
-        """Nothing is accumulated."""
-
-    def compute(self) -> Tensor:
-        """There is no value over an epoch."""
-        return torch.tensor(torch.nan)
-
-
-def _state_device(pl_module: pl.LightningModule) -> torch.device:
-    # float64 sums live beside the loss, except on a device that has no float64
-    return torch.device("cpu") if pl_module.device.type == "mps" else pl_module.device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -97,16 +97,18 @@ class TokenNormStrategy(FitLifecycle):
         if output is None and feed.exchange.world_size == 1:
             windows.leave_out()  # Lightning's way to leave a batch out, in one process
             return output
+        if isinstance(output, Mapping) and "losses" in output and "loss" not in output:
+            windows.combine(output["losses"], self._where())  # which says what is wrong
         refuse_output_without_gradient(output, rank=feed.exchange.rank, batch_idx=feed.trainer.fit_loop.batch_idx)
         self._audit(output)
         return output
 
     def _run_training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         try:
-            if self._windows.num_tokens_in_hand():
+            if not (self._windows.has_heads or self._windows.has_idle_head):
                 return super().training_step(*args, **kwargs)
             assert self.lightning_module is not None
-            with around_training_step(self.lightning_module, self._step_without_tokens):
+            with around_training_step(self.lightning_module, self._step_inside_forward):
                 return super().training_step(*args, **kwargs)
         except RuntimeError as error:
             failures.name_failed_rank(error, self._feed_in_use.exchange)
@@ -150,16 +152,28 @@ class TokenNormStrategy(FitLifecycle):
         trace.undo()
         return output
 
-    def _step_without_tokens(self, step: partial[STEP_OUTPUT]) -> STEP_OUTPUT:
+    def _step_inside_forward(self, step: partial[STEP_OUTPUT]) -> STEP_OUTPUT:
         if self._windows.stands_in:
             assert self.lightning_module is not None
             self._trace = Trace(self.lightning_module, self._feed_in_use.trainer)
         if self._manual is not None:
             return step()
-        return self._give_way_to_parameters(None if self._has_no_batch else step())
+        output = self._with_one_loss(None if self._has_no_batch else step())
+        return self._give_way_to_parameters(output) if self._windows.has_idle_head else output
+
+    def _with_one_loss(self, output: STEP_OUTPUT) -> STEP_OUTPUT:
+        """What a step returned, with one loss for all heads; those themselves without a graph, for whoever looks on."""
+        windows = self._windows
+        losses = output.get("losses") if isinstance(output, Mapping) else None
+        if not windows.has_heads or (losses is None and windows.num_tokens_in_hand() == 0):
+            return output
+        loss = windows.combine(output if losses is None else losses, self._where())
+        assert isinstance(output, Mapping)
+        assert isinstance(losses, Mapping)
+        return {**output, "loss": loss, "losses": {name: each.detach() for name, each in losses.items()}}
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(self, closure_loss: Any, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         # The factor has to be on the loss before the precision plugin's scale, hence here: what `pre_backward`
         # returns is dropped. `closure_loss` is not changed in place, it is what callbacks see in `outputs`.
         trainer, windows = self._feed_in_use.trainer, self._windows
@@ -168,7 +182,7 @@ class TokenNormStrategy(FitLifecycle):
         manual = self._manual
         scaler = getattr(self.precision_plugin, "scaler", None)
         if windows.first_backward or (manual is not None and plan.micro_batches == 1):  # which may step several times
-            self._scale.start_window(scaler, closure_loss.device)
+            self._scale.start_window(scaler, self.root_device)
             if optimizer is not None and trainer.fit_loop.batch_idx % accumulate:
                 # Lightning clears gradients where the batch index is a multiple of K, and a window starts elsewhere
                 # when K has changed in between: those of the last window would be in this one, too.
@@ -182,8 +196,10 @@ class TokenNormStrategy(FitLifecycle):
                 stack.enter_context(manual.backward(windows, self._where(), has_tokens=has_tokens))
                 if self.window is not None and not self.window.is_last:
                     stack.enter_context(self.block_backward_sync())
+                if isinstance(closure_loss, Mapping):  # a loss for each head
+                    closure_loss = windows.combine(closure_loss, self._where())
                 factor = windows.factor(closure_loss, 1, one_of_several=True)
-                if not factor:
+                if windows.has_idle_head:
                     closure_loss = loss_of(self._give_way_to_parameters(closure_loss))
             result = self._scaled_backward(closure_loss, factor, optimizer, *args, **kwargs)
         self._refuse_moved_scale(scaler)  # by a hook that ran after the backward, maybe the window's last one

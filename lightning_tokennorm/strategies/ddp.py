@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -48,6 +49,9 @@ class TokenNormDDP(TokenNormStrategy, DDPStrategy):
         audit: Whether to compare, for each micro-batch whose ``training_step`` returns
             ``{"loss": ..., "num_tokens": ...}``, that count with the one from the look-ahead. Where they differ, all
             ranks raise before the update. Costs a synchronisation per micro-batch and a collective per window.
+        head_weights: The weights of several losses by their names, 1 where none is given. ``count_tokens`` counts them
+            (`Heads(lm=..., mtp=...)`), ``training_step`` returns ``{"losses": {"lm": ..., "mtp": ...}}``, and each is
+            divided by a count of its own.
         accumulate_grad_batches: With manual optimization, ``K``: of how many micro-batches an update is made, 1 by
             default. The module steps where ``self.trainer.strategy.window.is_last``. With automatic optimization it is
             set on the Trainer.
@@ -84,6 +88,7 @@ class TokenNormDDP(TokenNormStrategy, DDPStrategy):
         on_empty: Literal["skip", "error"] = "skip",
         uneven: Literal["pad", "error"] = "pad",
         audit: bool = False,
+        head_weights: Mapping[str, float] | None = None,
         accumulate_grad_batches: int | None = None,
         ddp_hook_reduces: HookReduces | None = None,
         **ddp_kwargs: Any,
@@ -106,6 +111,7 @@ class TokenNormDDP(TokenNormStrategy, DDPStrategy):
             on_empty=on_empty,
             uneven=uneven,
             audit=audit,
+            head_weights=head_weights,
             accumulate_grad_batches=accumulate_grad_batches,
             **ddp_kwargs,
         )
@@ -168,7 +174,7 @@ class TokenNormDDP(TokenNormStrategy, DDPStrategy):
         return super().block_backward_sync()
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(self, closure_loss: Any, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         result = super().backward(closure_loss, optimizer, *args, **kwargs)
         self._ran_backward = True
         return result

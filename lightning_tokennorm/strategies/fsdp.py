@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -35,12 +36,13 @@ class TokenNormFSDP(ShardedStrategy, FSDPStrategy):
     with ``gradient_clip_algorithm="norm"``, neither of which `FSDPStrategy` takes.
 
     Args:
-        count_tokens: As in `TokenNormDDP`; and so are the next six.
+        count_tokens: As in `TokenNormDDP`; and so are the next seven.
         loss_reduction: See there.
         counting: See there.
         on_empty: See there.
         uneven: See there.
         audit: See there.
+        head_weights: See there.
         accumulate_grad_batches: See there.
         sync_each_micro_batch: Whether gradients are reduced after every micro-batch, so that each rank keeps its shard
             of them only. With ``False`` they are reduced once per update, as `FSDPStrategy` does with automatic
@@ -76,6 +78,7 @@ class TokenNormFSDP(ShardedStrategy, FSDPStrategy):
         on_empty: Literal["skip", "error"] = "skip",
         uneven: Literal["pad", "error"] = "pad",
         audit: bool = False,
+        head_weights: Mapping[str, float] | None = None,
         accumulate_grad_batches: int | None = None,
         sync_each_micro_batch: bool = True,
         **fsdp_kwargs: Any,
@@ -88,6 +91,7 @@ class TokenNormFSDP(ShardedStrategy, FSDPStrategy):
             on_empty=on_empty,
             uneven=uneven,
             audit=audit,
+            head_weights=head_weights,
             accumulate_grad_batches=accumulate_grad_batches,
             sync_each_micro_batch=sync_each_micro_batch,
             **fsdp_kwargs,

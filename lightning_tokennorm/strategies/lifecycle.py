@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -58,6 +58,7 @@ class FitLifecycle(ParallelStrategy):
         on_empty: Literal["skip", "error"] = "skip",
         uneven: Literal["pad", "error"] = "pad",
         audit: bool = False,
+        head_weights: Mapping[str, float] | None = None,
         accumulate_grad_batches: int | None = None,
         **host_kwargs: Any,
     ) -> None:
@@ -69,6 +70,7 @@ class FitLifecycle(ParallelStrategy):
             on_empty=on_empty,
             uneven=uneven,
             audit=audit,
+            head_weights=head_weights,
             accumulate_grad_batches=accumulate_grad_batches,
         )
         super().__init__(**host_kwargs)
@@ -193,6 +195,7 @@ class FitLifecycle(ParallelStrategy):
             uneven=self._options.uneven,
             ranks_divided_by=reduction.divided_by,
             copies=reduction.copies,
+            head_weights=self._options.head_weights,
         )
         if self.agree_on_sigterm:
             feed.signals = Signals(trainer)

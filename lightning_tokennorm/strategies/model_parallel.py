@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -32,12 +32,13 @@ class TokenNormModelParallel(ShardedStrategy, ModelParallelStrategy):
     Args:
         data_parallel_size: The number of model replicas, as in `ModelParallelStrategy`.
         tensor_parallel_size: The number of ranks that share a replica, as in `ModelParallelStrategy`.
-        count_tokens: As in `TokenNormDDP`; and so are the next six.
+        count_tokens: As in `TokenNormDDP`; and so are the next seven.
         loss_reduction: See there.
         counting: See there.
         on_empty: See there.
         uneven: See there.
         audit: See there.
+        head_weights: See there.
         accumulate_grad_batches: See there.
         sync_each_micro_batch: Whether gradients are reduced after every micro-batch, as `ModelParallelStrategy` does.
             With ``False`` they are reduced once per update: ``K`` times less of that communication, for the memory of
@@ -78,6 +79,7 @@ class TokenNormModelParallel(ShardedStrategy, ModelParallelStrategy):
         on_empty: Literal["skip", "error"] = "skip",
         uneven: Literal["pad", "error"] = "pad",
         audit: bool = False,
+        head_weights: Mapping[str, float] | None = None,
         accumulate_grad_batches: int | None = None,
         sync_each_micro_batch: bool = True,
         tokens_over: DeviceMesh | str | Sequence[str] | None = None,
@@ -101,6 +103,7 @@ class TokenNormModelParallel(ShardedStrategy, ModelParallelStrategy):
             on_empty=on_empty,
             uneven=uneven,
             audit=audit,
+            head_weights=head_weights,
             accumulate_grad_batches=accumulate_grad_batches,
             sync_each_micro_batch=sync_each_micro_batch,
             **kwargs,

@@ -10,6 +10,7 @@ from itertools import dropwhile
 from typing import Any, Literal
 
 from lightning_tokennorm.counting import SupervisedTokens, TokenCounter
+from lightning_tokennorm.heads import check_weights
 from lightning_tokennorm.window import LossReduction
 
 
@@ -23,6 +24,7 @@ class Options:
     on_empty: Literal["skip", "error"]
     uneven: Literal["pad", "error"]
     audit: bool
+    head_weights: Mapping[str, float]
     accumulate_grad_batches: int | None
 
     @classmethod
@@ -36,6 +38,7 @@ class Options:
         on_empty: Literal["skip", "error"],
         uneven: Literal["pad", "error"],
         audit: bool,
+        head_weights: Mapping[str, float] | None,
         accumulate_grad_batches: int | None,
     ) -> Options:
         """The options, after a check.
@@ -48,10 +51,11 @@ class Options:
             on_empty: See there.
             uneven: See there.
             audit: See there.
+            head_weights: See there.
             accumulate_grad_batches: See there.
 
         Raises:
-            TypeError: ``count_tokens`` is not callable, or ``accumulate_grad_batches`` is no int.
+            TypeError: ``count_tokens`` is not callable, or another option has a value of another type.
             ValueError: Another option has a value that it does not know.
         """
         if count_tokens is not None and not callable(count_tokens):
@@ -71,7 +75,8 @@ class Options:
             if accumulate_grad_batches < 1:
                 raise ValueError(f"{text} from 1 on.")
         counter = SupervisedTokens() if count_tokens is None else count_tokens
-        return cls(counter, loss_reduction, counting, on_empty, uneven, audit, accumulate_grad_batches)
+        weights = check_weights(strategy, head_weights, counter)
+        return cls(counter, loss_reduction, counting, on_empty, uneven, audit, weights, accumulate_grad_batches)
 
 
 def check_choice(strategy: str, option: str, value: object, choices: tuple[object, ...]) -> None:

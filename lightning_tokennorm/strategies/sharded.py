@@ -108,11 +108,11 @@ class ShardedStrategy(TokenNormStrategy):
         return super()._waits_in_backward(is_last=is_last or self._sync_each_micro_batch)
 
     @override
-    def _step_without_tokens(self, step: partial[STEP_OUTPUT]) -> STEP_OUTPUT:
+    def _step_inside_forward(self, step: partial[STEP_OUTPUT]) -> STEP_OUTPUT:
         units: Units = self._units
         with units.visits() as self._visits:
-            output = super()._step_without_tokens(step)
-        if self._manual is not None:
+            output = super()._step_inside_forward(step)
+        if self._manual is not None or not self._windows.has_idle_head:
             return output
         ways = units.ways(loss_of(output), self._visits)
         return self._with_ways(output, self._ways_of_another_batch(step.func) if ways is None else ways)

@@ -18,17 +18,21 @@ ALLOWED: dict[str, set[str]] = {
     "gradients": {"torch"},
     "grad_scaler": {"torch"},
     "window": {"torch", "counting"},
+    "heads": {"torch", "counting"},
+    "head_losses": {"torch", "counting", "errors", "heads", "window"},
     # the ranks and the window
     "reduction": {"torch"},
     "exchange": {"torch", "counting", "errors", "window"},
     "fingerprint": {"torch"},
-    "accounting": {"torch", "counting", "errors", "exchange", "fingerprint", "window"},
+    "accounting": {
+        *("torch", "counting", "errors", "exchange", "fingerprint", "head_losses", "heads", "window"),
+    },
     "_compat": {"lightning", "packaging", "torchmetrics"},
     "reuse": {"torch"},
     "lookahead": {"_compat", "errors", "reuse"},
     "syncing": {"torch", "errors", "gradients", "reduction"},
     # Lightning's strategies
-    "strategies/options": {"counting", "window"},
+    "strategies/options": {"counting", "heads", "window"},
     "strategies/comm_hooks": {"torch"},
     "strategies/reducer": {"torch", "errors", "gradients"},
     "strategies/refusals": {"torch", "lightning", "_compat", "errors", "strategies"},
@@ -77,12 +81,32 @@ ALLOWED: dict[str, set[str]] = {
     "callbacks/bars": {"lightning"},
     "callbacks/batch_sums": {"torch", "counting", "window"},
     "callbacks/monitors": {"lightning", "_compat"},
+    "callbacks/batch_tokens": {"torch", "lightning", "counting"},
+    "callbacks/per_update": {
+        *("torch", "torchmetrics", "lightning", "typing_extensions"),
+        *("_compat", "callbacks", "counting"),
+    },
+    "callbacks/gradient_distance": {"torch", "lightning", "counting"},
+    "callbacks/weight_monitor": {
+        *("torch", "torchmetrics", "lightning", "typing_extensions"),
+        *("_compat", "callbacks", "counting"),
+    },
+    "callbacks/throughput": {"torch", "torchmetrics", "lightning", "typing_extensions", "callbacks", "counting"},
+    "callbacks/budget": {"torch", "torchmetrics", "lightning", "typing_extensions", "callbacks", "counting"},
     "callbacks/token_mean": {
         *("torch", "torchmetrics", "lightning", "typing_extensions"),
         *("_compat", "callbacks", "counting", "metric", "window"),
     },
+    "callbacks/update_ledger": {"torch", "lightning", "typing_extensions", "_compat", "window"},
     "callbacks/__init__": {"callbacks"},
-    "__init__": {"lightning", "_compat", "callbacks", "counting", "errors", "loops", "metric", "strategies", "window"},
+    # books and reports
+    "pictures": {"matplotlib"},
+    "ledger": {"pictures"},
+    "weights": {"counting", "errors", "pictures", "window"},
+    "__init__": {
+        *("lightning", "_compat", "callbacks", "counting", "errors", "heads", "loops", "metric"),
+        *("strategies", "weights", "window"),
+    },
     # what users prove with: stands on top of everything, and nothing stands on it
     "testing/ranks": {"torch"},
     "testing/splits": set(),

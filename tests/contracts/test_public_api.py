@@ -21,15 +21,21 @@ def parameters(function: object) -> dict[str, object]:
 
 def test_names() -> None:
     assert set(package.__all__) == {
+        "Heads",
         "SupervisedTokens",
+        "TokenBudget",
         "TokenMean",
         "TokenMeanMetric",
         "TokenNormDDP",
         "TokenNormError",
         "TokenNormFSDP",
         "TokenNormModelParallel",
+        "TokenThroughput",
+        "TokenWeightMonitor",
         "TokenWindow",
+        "UpdateLedger",
         "UpdateRecord",
+        "token_weight_report",
         "token_windows",
     }
 
@@ -42,6 +48,7 @@ def test_signatures() -> None:
         "on_empty": "skip",
         "uneven": "pad",
         "audit": False,
+        "head_weights": None,
         "accumulate_grad_batches": None,
         "ddp_hook_reduces": None,
         "ddp_kwargs": None,
@@ -53,6 +60,7 @@ def test_signatures() -> None:
         "on_empty": "skip",
         "uneven": "pad",
         "audit": False,
+        "head_weights": None,
         "accumulate_grad_batches": None,
         "sync_each_micro_batch": True,
     }
@@ -75,6 +83,13 @@ def test_signatures() -> None:
         "on_empty": "skip",
         "uneven": "pad",
     }
+    assert parameters(package.token_weight_report) == {
+        "loader": None,
+        "accumulate": None,
+        "world_size": 1,
+        "count_tokens": None,
+        "windows": None,
+    }
     assert list(parameters(package.TokenWindow.backward)) == ["self", "loss", "backward"]
     assert parameters(package.SupervisedTokens) == {"labels": "labels", "ignore_index": -100, "shift": "auto"}
     assert parameters(package.TokenMeanMetric) == {
@@ -83,6 +98,10 @@ def test_signatures() -> None:
         "loss_reduction": None,
         "perplexity": False,
     }
+    assert parameters(package.TokenWeightMonitor) == {"count_tokens": None, "gradient_windows": 0}
+    assert parameters(package.TokenThroughput) == {"count_tokens": None, "count_all_tokens": None}
+    assert parameters(package.UpdateLedger) == {"path": None}
+    assert parameters(package.TokenBudget) == {"max_tokens": None, "count_tokens": None}
     assert list(parameters(package.TokenMean.update)) == ["self", "loss_sum", "num_tokens"]
     assert [field.name for field in dataclasses.fields(package.UpdateRecord)] == [
         "index",
@@ -95,6 +114,7 @@ def test_signatures() -> None:
         "applied",
         "skipped_because",
         "padded_micro_batches",
+        "heads",
     ]
     assert issubclass(package.TokenNormError, RuntimeError)
 

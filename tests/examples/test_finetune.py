@@ -80,6 +80,23 @@ def test_two_processes_fine_tune_a_tiny_model(
     assert f"{tokens[0]} min, {tokens[1]} median, {tokens[2]} max" in result.stdout
 
 
+def test_a_report_trains_nothing(
+    tmp_path: Path, model_folder: Path, write_chats: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    # the answers of the run above: 54 supervised tokens in 12 micro-batches, K = 2, W = 2
+    answers = [" ".join("cdefgh"[: 1 + index % 6]) for index in range(12)]
+    data = write_chats("train.jsonl", *([("user", "a b"), ("assistant", answer)] for answer in answers))
+    arguments = f"--model {model_folder} --data {data} --val-data {data} --output {tmp_path / 'run'} --report"
+    arguments += " --devices 2 --micro-batch 1 --accumulate 2 --steps"
+    assert finetune_causal_lm.main([*arguments.split(), "9"]) == 0
+    text = capsys.readouterr().out
+    for row in ("windows (updates)      3", "supervised tokens      54", "micro-batches          12, 0 without"):
+        assert f"  {row}" in text
+    assert finetune_causal_lm.main([*arguments.split(), "2"]) == 0
+    assert "windows (updates)      2" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
 def loss_per_token(model_folder: Path, data: Path) -> float:
     """Sum over all supervised tokens, one conversation at a time, divided once."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
