@@ -243,6 +243,7 @@ class WindowAccounting:
             TokenNormError: On all ranks: some count one loss and some count heads, or a weight is given for a head that
                 nobody counts.
         """
+        self._refuse_to_go_on_without(self.exchange.who_left(), update)  # who has reported the window, and is gone
         told = self.exchange.gather_objects({name: total(counts) for name, counts in self._reported_heads.items()})
         names = {name for counts in told for name in counts} | set(self._heads)
         if ONE_LOSS in names:
@@ -506,6 +507,7 @@ class WindowAccounting:
             own = f"{words_of(failure)}."
             # What a user's own code raised is shown where it did; the words of this package's are all there is to see.
             shown = None if _is_of_this_package(failure) else text_of(failure)
+        self._refuse_to_go_on_without(self.exchange.who_left(), update)  # who has reported the window, and is gone
         reasons = self.exchange.gather_objects((own, shown))
         elsewhere = next((RaisedElsewhere(rank, text) for rank, (_, text) in enumerate(reasons) if text), None)
         listed = _listed([reason for reason, _ in reasons])

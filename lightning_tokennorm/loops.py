@@ -104,6 +104,7 @@ def token_windows(
         on_empty=on_empty,
         uneven=uneven,
         ranks_divided_by=reduction.divided_by,
+        copies=reduction.copies,
     )
     return _windows(_Loop(loader, accumulate, divided_by, accounting, syncing_of(trained)))
 
@@ -248,6 +249,8 @@ class _Loop:
             try:
                 first = self.next_batch()
             except StopIteration:
+                # also from a rank that has left after the last window: its word must not be there for the next pass
+                self.accounting.refuse_to_wait_in_vain()
                 self._over = True
                 self._tell_of_skipped_windows()
                 return None

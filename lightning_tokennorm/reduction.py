@@ -108,11 +108,43 @@ def _of_fully_shard(model: nn.Module, groups: Sequence[Any], group: dist.Process
         if parameter.requires_grad and id(parameter) not in held:
             raise _not_reduced(name)
     names = ("shard_process_group", "replicate_process_group")
-    joint = _joint([[getattr(each.mesh_info, name, None) for name in names] for each in groups], group)
-    size = float(dist.get_world_size(joint))
+    over = [[getattr(each.mesh_info, name, None) for name in names] for each in groups]
+    copies = _copies(groups)
+    if copies is None:
+        joint = _joint(over, group)
+        size = float(dist.get_world_size(joint))
+    else:
+        _check_alike(over)
+        joint, size = _group_of(sorted(rank for ranks in copies for rank in ranks), group), float(len(copies))
+        copies = tuple(tuple(dist.get_group_rank(joint, rank) for rank in ranks) for ranks in copies)
     # Mixed ones would give each group of parameters a scale of its own.
     divisors = {size if (factor := _divide_factor(each)) is None else float(factor) for each in groups}
-    return Reduction(joint, _the_only(divisors))
+    return Reduction(joint, _the_only(divisors), copies)
+
+
+def _copies(groups: Sequence[Any]) -> tuple[tuple[int, ...], ...] | None:
+    """The ranks of each model replica, where tensor parallelism splits parameters over a further dimension of a mesh.
+
+    Such a parameter shows the whole mesh; `fully_shard` was given the part of it that holds replicas.
+    """
+    found = set()
+    for each in groups:
+        replicas = each.mesh_info.mesh
+        for parameter in each.fsdp_params:
+            whole = parameter.sharded_param.device_mesh
+            if whole.ndim == replicas.ndim:
+                continue
+            known, names = whole.mesh_dim_names or (), replicas.mesh_dim_names or ()
+            first = [known.index(name) for name in names] if set(names) <= set(known) else []
+            first = first or list(range(replicas.ndim))
+            rest = [dim for dim in range(whole.ndim) if dim not in first]
+            by_replica = whole.mesh.permute(*first, *rest).reshape(replicas.mesh.numel(), -1)
+            found.add(tuple(tuple(ranks) for ranks in by_replica.tolist()))
+    if len(found) > 1:
+        raise ValueError(
+            f"The parts of the model are split over different meshes: {sorted(found)}; expected one mesh for all."
+        )
+    return found.pop() if found else None
 
 
 def _divide_factor(param_group: Any) -> float | None:
@@ -132,23 +164,40 @@ def _the_only(divisors: set[float]) -> float:
 
 def _joint(over: Sequence[Sequence[dist.ProcessGroup | None]], given: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """One group of all ranks that parts of a model are reduced over, first among shards and then among replicas."""
+    _check_alike(over)
     parts = [[each for each in groups if each is not None] for groups in over]
-    ranks = {tuple(tuple(dist.get_process_group_ranks(each)) for each in groups) for groups in parts}
+    groups = [each for each in parts[0] if dist.get_world_size(each) > 1] or parts[0][:1]
+    if len(groups) == 1:
+        return _same(groups[0], given)
+    # Ranks of a mesh: those of this rank's row and column are all of them only where there are no more.
+    size = math.prod(dist.get_world_size(each) for each in groups)
+    for whole in (given, dist.group.WORLD):
+        if whole is not None and dist.get_world_size(whole) == size:
+            return whole
+    raise _needs_group(size)
+
+
+def _check_alike(over: Sequence[Sequence[dist.ProcessGroup | None]]) -> None:
+    ranks = {tuple(tuple(dist.get_process_group_ranks(each)) for each in groups if each is not None) for groups in over}
     if len(ranks) > 1:
         raise ValueError(
             f"The parts of the model are reduced over different ranks: {sorted(ranks)}; expected the same for all, or"
             " tokens would have to be counted for each part by itself."
         )
-    groups = [each for each in parts[0] if dist.get_world_size(each) > 1] or parts[0][:1]
-    if len(groups) == 1:
-        return _same(groups[0], given)
-    size = math.prod(dist.get_world_size(each) for each in groups)
+
+
+def _group_of(ranks: Sequence[int], given: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group of all ranks of a mesh."""
     for whole in (given, dist.group.WORLD):
-        if whole is not None and dist.get_world_size(whole) == size:
+        if whole is not None and sorted(dist.get_process_group_ranks(whole)) == list(ranks):
             return whole
-    raise ValueError(
-        f"The model is sharded and replicated over {size} ranks, a part of the world of {dist.get_world_size()};"
-        " expected `group` with a process group of these ranks."
+    raise _needs_group(len(ranks))
+
+
+def _needs_group(size: int) -> ValueError:
+    return ValueError(
+        f"The model is split over the {size} ranks of a mesh, a part of the world of {dist.get_world_size()}; expected"
+        " `group` with a process group of these ranks."
     )
 
 

@@ -259,8 +259,11 @@ def differing_copies(reports: Sequence[RankReport], copies: Sequence[Sequence[in
         copies: The ranks of each model replica.
 
     Returns:
-        A sentence that names the ranks, what each has and what to change; ``None`` where all copies agree.
+        A sentence that names the ranks, what each has and what to change; ``None`` where all copies agree. Where
+        ``K`` differs they are not looked at: then the windows differ, whatever is in them.
     """
+    if len({report.accumulate for report in reports}) > 1:
+        return None
     for ranks in copies:
         held = [reports[rank] for rank in ranks]
         if (
@@ -277,7 +280,8 @@ def differing_copies(reports: Sequence[RankReport], copies: Sequence[Sequence[in
             f"ranks {', '.join(map(str, ranks))} are one model replica and have to be given the same batches, but"
             f" {told}{', in which other values stand' if alike else ''}. Deal data out by replicas, as Lightning's"
             " sampler does (`Trainer.strategy.distributed_sampler_kwargs`), shuffle with one seed, and leave nothing"
-            " that is random to the loader of one rank. If each rank has a slice of its own, name it in `tokens_over`."
+            " that is random to the loader of one rank. If each rank has a slice of its own, it is"
+            " `TokenNormModelParallel(tokens_over=...)` that says so, or a mesh without tensor parallelism."
         )
     return None
 

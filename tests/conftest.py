@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak-windows", type=int, default=600, help="how many windows tests/soak goes through")
+    parser.addoption("--all-faults", action="store_true", help="whether tests/faults goes through all faults per host")
     parser.addoption("--simulate-all", action="store_true", help="whether tests/simulation looks at all of its worlds")
 
 

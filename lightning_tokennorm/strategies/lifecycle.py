@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -274,17 +275,30 @@ class FitLifecycle(ParallelStrategy):
             where = f"rank {exchange.rank}, batch {trainer.fit_loop.batch_idx}, update {trainer.global_step}"
             failures.tell(exception, exchange, where)
 
+    # `OnExceptionCheckpoint` and `ModelCheckpoint(save_on_exception=True)` save, where Lightning waits for all ranks.
+
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        # `OnExceptionCheckpoint` saves, and Lightning waits for all ranks then.
         if not self._ends_alone:
             super().barrier(*args, **kwargs)  # type: ignore[safe-super]
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self._ends_alone else super().broadcast(obj, src)  # type: ignore[safe-super]
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision if self._ends_alone else super().reduce_boolean_decision(decision, all)
 
     @property
     def _ends_alone(self) -> bool:
         # After an error, of this rank or of another one: nobody must wait, the others may be in another collective.
         feed = self._feed
-        return feed is not None and feed.trainer.interrupted and not (feed.windows and feed.windows.asked_to_end)
+        if feed is None or not feed.trainer.interrupted or (feed.windows and feed.windows.asked_to_end):
+            return False
+        error = sys.exc_info()[1]  # what Lightning is handling; it tells its callbacks of it before its strategy
+        raised_by_all = isinstance(error, TokenNormError) and error.together
+        return not (raised_by_all and feed.exchange.world_size == self.world_size)
 
     @override
     def teardown(self) -> None:

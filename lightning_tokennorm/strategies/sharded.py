@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tokennorm.errors import TokenNormError
@@ -57,6 +59,35 @@ class ShardedStrategy(TokenNormStrategy):
     def teardown(self) -> None:
         super().teardown()
         self._units = self._visits = self._stand_in = None
+
+    # ---- checkpoints, to which every rank adds what it holds
+
+    @property
+    def _lacks_shards(self) -> bool:
+        """Whether those of other ranks cannot be had."""
+        return self._ends_alone and self.world_size > 1
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return {} if self._lacks_shards else super().lightning_module_state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return {} if self._lacks_shards else super().optimizer_state(optimizer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if not self._lacks_shards:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        warnings.warn(
+            f"No checkpoint is written to {filepath}: a rank has failed, and under `{type(self).__name__}` each rank"
+            " holds a part of the model, so one alone has nothing to save. Go on from the last checkpoint that all"
+            " ranks have written.",
+            stacklevel=2,
+        )
+
+    # ---- the step
 
     @override
     def block_backward_sync(self) -> Any:  # a context manager

@@ -25,17 +25,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileOpener
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
-from lightning_tokennorm import TokenNormDDP
+from lightning_tokennorm import SupervisedTokens, TokenNormDDP, TokenNormFSDP, TokenNormModelParallel
 from lightning_tokennorm.exchange import WindowExchange
+from lightning_tokennorm.testing.precision import KeepTypes
 from lightning_tokennorm.window import RankReport
-from tests.helpers.scalar_rig import ScalarModule, make_batch, make_loader, make_trainer
+from tests.helpers.scalar_rig import make_batch, make_loader, make_trainer
 
 HANGS_AFTER_S = 240
 LENGTH, ACCUMULATE = 11, 3  # windows of 3, 3, 3 and 2
@@ -47,6 +50,8 @@ REACHED = {
     "first report": 1,  # sent when the first window starts, before which all ranks wait for it
     "early report": 3,  # of the third window: sent before the second one's last micro-batch
     "report": 4,  # of the fourth window: sent before the third one's last micro-batch
+    "loader": 8,  # in the third window: told to the others with the report of it
+    "counter": 8,
     "first forward": 1,
     "last forward": 11,
     "validation": 1,  # after the second window
@@ -116,6 +121,8 @@ class Run:
     timeout_s: float = 2000
     """How long ranks wait for each other: by default longer than a test does, so that an end was not waited for."""
     saves_on_exception: bool = False
+    host: str = "ddp"
+    """Or ``"fsdp"``, ``"model_parallel"``."""
     slurm: bool = False
     """Whether a SLURM cluster started the ranks, which requeues a job that gets SIGUSR1."""
 
@@ -186,10 +193,13 @@ class Faults:
 class Stream:
     """A stateful loader of unknown length; each rank has samples of its own."""
 
-    position = 0
+    def __init__(self, faults: Faults) -> None:
+        self.faults = faults
+        self.position = 0
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         while self.position < LENGTH:
+            self.faults.reach("loader")
             self.position += 1
             yield make_batch(1 + self.position % 4, float(self.position + 20 * dist.get_rank()))
 
@@ -200,41 +210,68 @@ class Stream:
         self.position = state["position"]
 
 
-class Module(ScalarModule):
-    """Its loss is quadratic, so that every update depends on those before it."""
+class Scale(nn.Module):
+    """The parameters, two so that each rank can hold a shard; a loss is quadratic in them.
+
+    So every update depends on those before it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.t = nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values * self.t[0] * self.t[1]
+
+    def held(self) -> float:
+        """What this rank holds of them: all, or its shard."""
+        t = self.t.detach()
+        return float(getattr(t, "to_local", lambda: t)().sum())
+
+
+class Module(pl.LightningModule):
+    """Faults happen to it where it has a hook, or computes."""
 
     def __init__(self, faults: Faults) -> None:
-        super().__init__(lr=0.01)
+        super().__init__()
         self.faults = faults
+        self.scale = Scale()
         self.register_buffer("ballast", torch.zeros(2 * QUOTA, dtype=torch.uint8))
-        self.t.register_hook(lambda gradient: faults.reach("backward", gradient))
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            fully_shard(self.scale, mesh=self.device_mesh["data_parallel"])
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        return super().loss(batch) * self.t
+        live = batch["labels"][:, 1:] != -100
+        losses = self.scale(batch["values"][:, 1:])
+        if losses.requires_grad:
+            losses.register_hook(lambda gradient: self.faults.reach("backward", gradient))
+        return (losses * live).sum() / live.sum()
 
     def on_train_start(self) -> None:
         self.faults.reach("setup")
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
+        loss = self.loss(batch)
         for point in ("first forward", "forward", "last forward"):
             loss = self.faults.reach(point, loss)
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        return self.faults.reach("validation", super().validation_step(batch, batch_idx))
+        return self.faults.reach("validation", self.loss(batch))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.faults.reach("save")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        optimizer = super().configure_optimizers()
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.001, momentum=0.5)
         optimizer.register_step_post_hook(lambda *_: self.faults.reach("step"))
         return optimizer
 
 
 class Writes(Callback):
-    """Writes down each sample that is trained on and the parameter after each update, to the last bit."""
+    """Writes down each sample that is trained on and the parameters after each update, to the last bit."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
@@ -249,10 +286,27 @@ class Writes(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
         if trainer.global_step > self.updates:
             self.updates = trainer.global_step
-            self.record.add("parameter", module.t.item().hex())
+            self.record.add("parameter", module.scale.held().hex())
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         self.record.add("exception", type(exception).__name__)
+
+
+def make_strategy(run: Run, faults: Faults) -> Any:
+    counts = SupervisedTokens()
+
+    def count(batch: dict[str, Tensor]) -> Any:
+        faults.reach("counter")
+        return counts(batch)
+
+    options: dict[str, Any] = {"count_tokens": count, "timeout": timedelta(seconds=run.timeout_s)}
+    if run.host == "fsdp":
+        return TokenNormFSDP(auto_wrap_policy={Scale}, **options)
+    if run.host == "model_parallel":
+        return TokenNormModelParallel(
+            data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False, **options
+        )
+    return TokenNormDDP(**options)
 
 
 def train(run: Run, rank: int) -> None:
@@ -263,17 +317,19 @@ def train(run: Run, rank: int) -> None:
     saves = ModelCheckpoint(
         run.folder, "{step}", every_n_train_steps=1, save_top_k=-1, save_last=True, enable_version_counter=False
     )
+    saves_last = ModelCheckpoint(run.folder, "last_words", every_n_epochs=9, save_last=True, save_on_exception=True)
     trainer = make_trainer(
         2,
-        strategy=TokenNormDDP(timeout=timedelta(seconds=run.timeout_s)),
+        strategy=make_strategy(run, faults),
         accumulate_grad_batches=ACCUMULATE,
         enable_checkpointing=True,
         callbacks=[Writes(Record(run, rank)), saves]
-        + ([OnExceptionCheckpoint(run.folder)] if run.saves_on_exception else []),
+        + ([OnExceptionCheckpoint(run.folder), saves_last] if run.saves_on_exception else []),
+        plugins=[SLURMEnvironment(auto_requeue=True)] * run.slurm + [KeepTypes()] * (run.host == "fsdp"),
         **(_on_slurm(run, rank) if run.slurm else {}),
     )
     validates = make_loader([(1, 1.0)]) if run.slurm else None
-    trainer.fit(Module(faults), Stream(), validates, ckpt_path=run.ckpt_path)
+    trainer.fit(Module(faults), Stream(faults), validates, ckpt_path=run.ckpt_path)
     Record(run, rank).add("end", trainer.global_step)
 
 
@@ -284,7 +340,6 @@ def _on_slurm(run: Run, rank: int) -> dict[str, Any]:
         "PATH": f"{run.folder}/bin:{os.environ['PATH']}",
     }
     return {
-        "plugins": [SLURMEnvironment(auto_requeue=True)],
         "default_root_dir": run.folder,
         "num_sanity_val_steps": 0,
         "val_check_interval": 2 * ACCUMULATE,

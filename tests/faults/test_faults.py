@@ -17,7 +17,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -96,14 +97,25 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
-    """The uninterrupted run."""
-    ranks = run_pair(Run(str(tmp_path_factory.mktemp("whole"))))
-    assert [rank.exitcode for rank in ranks] == [0, 0], ranks
-    assert [len(rank.samples) for rank in ranks] == [11, 11]
-    assert ranks[0].parameters == ranks[1].parameters
-    assert len(set(ranks[0].parameters)) == 4
-    return ranks
+def whole_under(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Rank]]:
+    """The uninterrupted run under a host."""
+
+    @cache
+    def run(host: str) -> list[Rank]:
+        ranks = run_pair(Run(str(tmp_path_factory.mktemp("whole")), host=host))
+        assert [rank.exitcode for rank in ranks] == [0, 0], ranks
+        assert [len(rank.samples) for rank in ranks] == [11, 11]
+        assert (ranks[0].parameters == ranks[1].parameters) == (host == "ddp")  # else each has a shard
+        assert [len(set(rank.parameters)) for rank in ranks] == [4, 4]
+        return ranks
+
+    return run
+
+
+@pytest.fixture
+def whole(whole_under: Callable[[str], list[Rank]]) -> list[Rank]:
+    """The uninterrupted run under DDP."""
+    return whole_under("ddp")
 
 
 def assert_interrupted(ranks: list[Rank], whole: list[Rank]) -> None:
@@ -125,11 +137,11 @@ def wake(processes: list[Any]) -> None:
     os.kill(processes[1].pid, signal.SIGUSR2)
 
 
-def assert_resumes(path: Path, whole: list[Rank], updates: int) -> None:
+def assert_resumes(path: Path, whole: list[Rank], updates: int, host: str = "ddp") -> None:
     """From a checkpoint on, the run is the uninterrupted one."""
     folder = path.parent / "resumed"
     folder.mkdir()
-    for rank, uninterrupted in zip(run_pair(Run(str(folder), ckpt_path=str(path))), whole, strict=True):
+    for rank, uninterrupted in zip(run_pair(Run(str(folder), ckpt_path=str(path), host=host)), whole, strict=True):
         assert rank.exitcode == 0, rank.output
         assert rank.samples == uninterrupted.samples[updates * ACCUMULATE :]
         assert rank.parameters == uninterrupted.parameters[updates:]
@@ -351,6 +363,116 @@ def test_checkpoint_on_exception(rank: int, whole: list[Rank], tmp_path: Path) -
     assert_interrupted(ranks, whole)
     assert updates_in(tmp_path / "on_exception.ckpt") == 2
     assert_resumes(tmp_path / "on_exception.ckpt", whole, updates=2)
+
+
+# ---- hosts that keep the parameters in shards: ranks wait for each other in every forward and every backward
+
+SHARDED = ["fsdp", "model_parallel"]
+KILLED = [
+    (host, point, rank)
+    for host in SHARDED
+    for point in ("report", "forward", "backward", "step", "save")
+    for rank in (0, 1)
+]
+RAISES = [
+    (host, point, rank)
+    for host in SHARDED
+    for point in ("first report", "first forward", "forward", "backward", "step", "save")
+    for rank in (0, 1)
+]
+REFUSES = [(host, point, rank) for host in ("ddp", *SHARDED) for point in ("loader", "counter") for rank in (0, 1)]
+TELLING = {
+    "killed": [
+        ("fsdp", "forward", 1),
+        ("fsdp", "step", 0),
+        ("model_parallel", "report", 0),
+        ("model_parallel", "backward", 1),
+    ],
+    "raises": [("fsdp", "forward", 1), ("fsdp", "save", 0), ("model_parallel", "backward", 0)],
+    "refuses": [("ddp", "loader", 0), ("fsdp", "loader", 1), ("model_parallel", "counter", 0)],
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """All of them take minutes: ``make test ARGS="tests/faults --all-faults"``."""
+    everything = {"killed": KILLED, "raises": RAISES, "refuses": REFUSES}
+    for name, faults in everything.items():
+        if name in metafunc.fixturenames:
+            all_faults = metafunc.config.getoption("--all-faults")
+            metafunc.parametrize(
+                name, faults if all_faults else TELLING[name], ids=lambda each: ", ".join(map(str, each))
+            )
+
+
+def test_rank_of_a_sharded_host_is_killed(
+    killed: tuple[str, str, int], whole_under: Callable[[str], list[Rank]], tmp_path: Path
+) -> None:
+    host, point, rank = killed
+    whole = whole_under(host)
+    ranks = run_pair(Run(str(tmp_path), faults=((rank, "kill", point),), host=host))
+    assert [ranks[rank].exitcode, ranks[1 - rank].exitcode] == [-signal.SIGKILL, 1]
+    assert re.search(r"gloo/transport|Another rank has ended", ranks[1 - rank].output), ranks[1 - rank].output
+    assert_ends_soon(ranks)
+    assert_interrupted(ranks, whole)
+    updates = updates_in_checkpoints(tmp_path)
+    assert None not in updates.values()
+    assert updates["last.ckpt"] == 2
+    assert_resumes(tmp_path / "last.ckpt", whole, updates=2, host=host)
+
+
+@pytest.mark.parametrize("host", SHARDED)
+def test_sigterm_to_one_rank_of_a_sharded_host(
+    host: str, whole_under: Callable[[str], list[Rank]], tmp_path: Path
+) -> None:
+    whole = whole_under(host)
+    run = Run(str(tmp_path), faults=((1, "sigterm", "forward"),), saves_on_exception=True, host=host)
+    ranks = run_pair(run)
+    assert [rank.exceptions for rank in ranks] == [["SIGTERMException"]] * 2
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    assert_ends_soon(ranks)
+    assert [(len(rank.samples), len(rank.parameters)) for rank in ranks] == [(9, 3)] * 2
+    assert updates_in(tmp_path / "on_exception.ckpt") == 3
+    for rank, uninterrupted in zip(run_pair(replace(run, faults=())), whole, strict=True):
+        assert rank.exitcode == 0, rank.output
+        assert rank.samples == uninterrupted.samples
+        assert rank.parameters == uninterrupted.parameters
+
+
+def test_rank_of_a_sharded_host_fails(
+    raises: tuple[str, str, int], whole_under: Callable[[str], list[Rank]], tmp_path: Path
+) -> None:
+    """Also where `OnExceptionCheckpoint` wants to save then, which needs all ranks."""
+    host, point, rank = raises
+    run = Run(str(tmp_path), faults=((rank, "raise", point),), saves_on_exception=True, host=host)
+    ranks = run_pair(run)
+    assert [each.exitcode for each in ranks] == [1, 1]
+    assert "ValueError: this sample cannot be used" in ranks[rank].output
+    other = ranks[1 - rank].output
+    named = f"The first to fail was rank {rank}, batch " in other
+    assert named or (rank == 0 and "The store of the process group is gone. Rank 0 keeps it" in other), other
+    assert_ends_soon(ranks)
+    for each in ranks:
+        assert "No checkpoint is written" in each.output, each.output
+    assert not (tmp_path / "on_exception.ckpt").exists()
+    if not point.startswith("first"):
+        assert updates_in(tmp_path / "last.ckpt") == 2
+        assert_resumes(tmp_path / "last.ckpt", whole_under(host), updates=2, host=host)
+
+
+def test_loader_or_counter_of_one_rank_fails(
+    refuses: tuple[str, str, int], whole_under: Callable[[str], list[Rank]], tmp_path: Path
+) -> None:
+    """What the loader or the counter of one rank raises, all ranks raise together at the update that needs it."""
+    host, point, rank = refuses
+    ranks = run_pair(Run(str(tmp_path), faults=((rank, "raise", point),), host=host, saves_on_exception=True))
+    assert [each.exitcode for each in ranks] == [1, 1]
+    for each in ranks:
+        assert f"At update 2, the coming micro-batches cannot be used. Rank {rank}: ValueError: this" in each.output
+        assert (len(each.samples), len(each.parameters)) == (6, 2)
+    assert_ends_soon(ranks)
+    # all of them are there to write a checkpoint
+    assert updates_in(tmp_path / "on_exception.ckpt") == 2
+    assert_resumes(tmp_path / "on_exception.ckpt", whole_under(host), updates=2, host=host)
 
 
 # ---- Lightning's launcher

@@ -5,6 +5,7 @@ Lightning saves inside the signal handler, which ranks run at different times: i
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,19 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
     ],
 )
 def test_requeue(faults: Any, saved_after: int, whole: list[Rank], cluster: Path) -> None:
-    ranks = run_pair(Run(str(cluster), faults=faults, slurm=True))
+    requeue(Run(str(cluster), faults=faults, slurm=True), saved_after, whole)
+
+
+@pytest.mark.parametrize("host", ["fsdp", "model_parallel"])
+def test_requeue_under_a_sharded_host(host: str, cluster: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    whole = run_pair(Run(str(tmp_path_factory.mktemp("whole")), slurm=True, host=host))
+    requeue(Run(str(cluster), faults=((1, "sigusr1", "first forward"),), slurm=True, host=host), 1, whole)
+
+
+def requeue(run: Run, saved_after: int, whole: list[Rank]) -> None:
+    """All ranks save at the same edge, and both this run and the next job are the uninterrupted one."""
+    cluster = Path(run.folder)
+    ranks = run_pair(run)
     for rank, uninterrupted in zip(ranks, whole, strict=True):
         assert rank.exitcode == 0, rank.output
         assert rank.exceptions == []
@@ -69,7 +82,7 @@ def test_requeue(faults: Any, saved_after: int, whole: list[Rank], cluster: Path
     # the next job goes on from it by itself
     for path in cluster.glob("rank*"):
         path.unlink()
-    for rank, uninterrupted in zip(run_pair(Run(str(cluster), slurm=True)), whole, strict=True):
+    for rank, uninterrupted in zip(run_pair(replace(run, faults=())), whole, strict=True):
         assert rank.exitcode == 0, rank.output
         assert rank.samples == uninterrupted.samples[saved_after * ACCUMULATE :]
         assert rank.parameters == uninterrupted.parameters[saved_after:]

@@ -33,6 +33,9 @@ class Case:
     empty: tuple[tuple[int, int], ...] = ((0, 1), (1, 2))
     """Micro-batches without a token: rank and index."""
     stream: bool = False
+    """Whether the number of batches is unknown; such a loader has a state to resume from."""
+    stateful: bool = False
+    """Whether a loader of known length has a state, too."""
     epochs: int = 1
 
     def micro_batches(self) -> list[list[list[Sample]]]:
@@ -86,6 +89,13 @@ class Stream(IterableDataset[Any]):
         self.position, self._resumed = state["position"], True
 
 
+class SizedStream(Stream):
+    """Its length is known."""
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
 def full_parameters(model: Any) -> Tensor:
     """The whole parameters of a model whose host keeps them in shards, on every rank."""
     if FullyShardedDataParallel.fsdp_modules(model):
@@ -126,6 +136,8 @@ class Updates(Callback):
 def make_loader(rank: int, case: Case) -> Any:
     """A rank's loader; ranks beyond the case's hold the data of others, as copies do."""
     batches = [collate(samples) for samples in case.micro_batches()[rank % len(case.lengths)]]
+    if case.stateful:
+        return SizedStream(batches)
     return Stream(batches) if case.stream else DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
 

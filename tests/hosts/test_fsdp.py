@@ -6,7 +6,6 @@ Most cases share one pair of processes: to start them takes longer than to train
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,15 +138,15 @@ def fit_all(rank: int, world_size: int, cases: dict[str, tuple[Case, dict[str, A
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(run_pair, 2, tmp_path_factory.mktemp("pair"), timeout_s=240)
+def pair() -> list[dict[str, Any]]:
+    return run_ranks(run_pair, 2, timeout_s=240)
 
 
-def run_pair(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+def run_pair(rank: int, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {"law": fit_all(rank, world_size, LAW)}
     for run in (fit_plain, count_collectives, fit_clipped, fit_in_half, log, refuse):
         found[run.__name__] = run(rank, world_size)
-    return found | {"resume": resume(rank, world_size, folder)}
+    return found
 
 
 @pytest.mark.parametrize("name", LAW)
@@ -238,52 +237,6 @@ def count_collectives(rank: int, world_size: int) -> list[int]:
 def test_gradients_can_be_reduced_once_per_update(pair: list[dict[str, Any]]) -> None:
     # two units: after each of 6 micro-batches, or after each of 2 windows
     assert [found["count_collectives"] for found in pair] == [[12, 4], [12, 4]]
-
-
-class Saves(Callback):
-    """Writes a checkpoint inside a window, and goes on."""
-
-    def __init__(self, path: Path, batch_idx: int) -> None:
-        self.path, self.batch_idx = path, batch_idx
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (trainer.current_epoch, batch_idx) == (0, self.batch_idx):
-            trainer.save_checkpoint(self.path)
-
-
-class WithMomentum(Module):
-    """An optimizer with a state, which a checkpoint has to bring back."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
-
-
-def resume(rank: int, world_size: int, folder: Path) -> list[list[bool]]:
-    found = []
-    for kind in ("full", "sharded"):
-        for lengths in ((5, 5), (5, 2)):
-            case = Case(lengths=lengths, empty=((0, 1),), stream=True, loss=HAND, epochs=2)
-            path = folder / f"{kind}-{lengths[1]}"
-
-            def fit(case: Case = case, kind: str = kind, **options: Any) -> list[Tensor]:
-                strategy = TokenNormFSDP(state_dict_type=kind, **BLOCKS)
-                module = WithMomentum(case.loss, lr=law.LR)
-                return law.fit(rank, world_size, case, strategy, module, plugins=[KeepTypes()], **options)
-
-            # what the parameters moved by, which momentum makes depend on all updates before
-            whole = fit(callbacks=[Saves(path, 3)])
-            rest = fit(ckpt_path=path)
-            assert len(whole) == 4
-            found.append([len(rest) == 3, path.is_dir(), *map(torch.equal, whole[1:], rest)])
-    return found
-
-
-def test_resume_inside_an_epoch(pair: list[dict[str, Any]]) -> None:
-    """Saved inside the second window of the first epoch, where one rank's data may have ended."""
-    for found in pair:
-        full, full_uneven, sharded, sharded_uneven = found["resume"]
-        assert full == full_uneven == [True, False, True, True, True]
-        assert sharded == sharded_uneven == [True, True, True, True, True]
 
 
 def fit_clipped(rank: int, world_size: int) -> list[Any]:

@@ -26,12 +26,12 @@ from lightning_tokennorm import (
     TokenNormModelParallel,
     token_windows,
 )
+from lightning_tokennorm.testing.precision import KeepTypes
 from tests.helpers import law
 from tests.helpers.launch import run_ranks
 from tests.helpers.law import LR, Case
 from tests.helpers.scalar_rig import make_trainer
 from tests.helpers.tiny_lm import IGNORE, VOCABULARY, WIDTH, TinyLM, collate, flat
-from tests.hosts.test_fsdp import Float64
 
 Sample = dict[str, Tensor]
 WEIGHT = 0.3
@@ -155,7 +155,7 @@ def fit_hosts(rank: int, world_size: int) -> dict[str, float]:
     for name, (case, kind, module, options, trainer) in HOSTS.items():
         reduction = "sum" if case.loss == "sum" else "mean"
         strategy = kind(count_tokens=COUNTERS, head_weights={"mtp": WEIGHT}, loss_reduction=reduction, **options)
-        plugins = {"plugins": Float64()} if kind is TokenNormFSDP else {}
+        plugins = {"plugins": KeepTypes()} if kind is TokenNormFSDP else {}
         try:
             errors[name] = fit(rank, world_size, case, strategy, module(reduction), **plugins, **trainer)
         except Exception as raised:

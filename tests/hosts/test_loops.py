@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_tokennorm import token_windows
+from lightning_tokennorm import TokenNormError, token_windows
 from tests.helpers.launch import run_ranks
 from tests.helpers.tiny_lm import IGNORE, TinyLM, collate, flat, make_samples, num_supervised, reference
 
@@ -154,6 +155,17 @@ def two_dimensions() -> Any:
 
 def sharded_and_replicated(accumulate: int) -> Host:
     return sharded(accumulate, mesh=two_dimensions())
+
+
+def sharded_and_split(accumulate: int) -> Host:
+    """Tensor parallelism inside of two replicas, each of which is sharded with the other."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicas", "parts"))
+    model = TinyLM()
+    plan = {"block.linear1": ColwiseParallel(), "block.linear2": RowwiseParallel()}
+    parallelize_module(model, mesh["parts"], plan)
+    for each in (model.block, model):
+        fully_shard(each, mesh=mesh["replicas"])
+    return Host(model, sgd(model))
 
 
 def fsdp(accumulate: int, **options: Any) -> Host:
@@ -308,6 +320,32 @@ def test_law_on_two_ranks_with_options_of_hosts() -> None:
 def test_law_on_two_by_two_ranks() -> None:
     cases = [Case(2, lengths=(3, 2, 3, 0)), Case(3, "sum", lengths=(3, 4, 4, 4))]
     check(run_ranks(train_all, 4, [sharded_and_replicated, fsdp_hybrid], cases, timeout_s=150))
+
+
+def train_copies(rank: int, world_size: int, cases: list[Case]) -> tuple[dict[str, Any], list[str]]:
+    torch.set_default_dtype(torch.float64)
+    errors = {
+        f"{case}": worst_error(case, train(rank // 2, sharded_and_split(case.accumulate), case)) for case in cases
+    }
+    refused = []
+    for own in (rank, rank // 2 + 2 * (rank == 3)):  # each rank its own, and one of them
+        case = Case(2, lengths=(2, 2, 2, 2), empty=())
+        try:
+            train(own, sharded_and_split(2), case)
+            refused.append("")
+        except TokenNormError as error:
+            refused.append(str(error))
+    return errors, refused
+
+
+def test_law_with_tensor_parallel_copies() -> None:
+    """Two replicas of two ranks, which have to be given the same batches."""
+    cases = [Case(3, "mean"), Case(2, "sum", lengths=(5, 2), stream=True), Case(1, lengths=(3, 0), empty=())]
+    results = run_ranks(train_copies, 4, cases, timeout_s=150)
+    check([errors for errors, _ in results])
+    for _, (all_differ, one_differs) in results:
+        assert all_differ.startswith("At update 0, ranks 0, 1 are one model replica and have to be given the same")
+        assert one_differs.startswith("At update 0, ranks 2, 3 are one model replica and have to be given the same")
 
 
 def train_with_loader_of_accelerate(rank: int, world_size: int) -> tuple[int, float]:

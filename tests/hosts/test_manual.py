@@ -18,14 +18,16 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from lightning_tokennorm import TokenMeanMetric, TokenNormDDP, TokenNormFSDP, TokenNormModelParallel
+from lightning_tokennorm.testing.precision import KeepTypes
 from tests.helpers import law
 from tests.helpers.launch import run_ranks
 from tests.helpers.law import Case, Module
 from tests.helpers.scalar_rig import R0, R1, R2, ScalarModule, make_loader, make_trainer
-from tests.hosts.test_fsdp import Float64, WrapsItself
+from tests.hosts.test_fsdp import WrapsItself
 from tests.hosts.test_model_parallel import Sharded
 
 HAND = "hand-written"
+FSDP: dict[str, Any] = {"trainer": {"plugins": KeepTypes()}}
 ONCE: dict[str, Any] = {"sync_each_micro_batch": False}
 UNEVEN = {"lengths": (5, 2), "empty": ((0, 1),)}
 
@@ -150,7 +152,8 @@ def fit_fsdp(rank: int, world_size: int) -> list[float]:
     case = Case(**UNEVEN)
     return [
         law.error(
-            case, fit(rank, world_size, case, TokenNormFSDP, ManualWrapped(), trainer={"plugins": Float64()}, **options)
+            case,
+            fit(rank, world_size, case, TokenNormFSDP, ManualWrapped(), trainer={"plugins": KeepTypes()}, **options),
         )
         for options in ({}, ONCE)
     ]

@@ -116,6 +116,8 @@ class _Reckoning:
             if reasons := self._reasons(window):
                 return self._end("together", f"At update {self.at.updates}, the coming micro-batches", *reasons)
             own = [[i for i in window if i < length] for length in self.lengths]
+            if pair := differing_copies(world, window):
+                return self._end("together", f"At update {self.at.updates}, ranks {pair} are one model replica")
             micro_batches = max(map(len, own))
             if micro_batches and (self.has_changed_alone or self.has_saved_alone):
                 return self._end_alone()
@@ -127,7 +129,8 @@ class _Reckoning:
                     return self._end("by signal")
                 return True
             batches = [[i for i in mine if world.batch(rank, i)] for rank, mine in enumerate(own)]
-            tokens = [sum(world.batch(rank, i)[2] for i in mine) for rank, mine in enumerate(batches)]
+            counted = range(0, world.world_size, world.replica_size)  # one rank of each replica
+            tokens = [sum(world.batch(rank, i)[2] for i in batches[rank]) for rank in counted]
             if not sum(tokens) and world.on_empty == "error":
                 return self._end(
                     "together", f"At update {self.at.updates}, the window of {micro_batches} micro-batches has"
@@ -183,7 +186,8 @@ class _Reckoning:
 
     def _update(self, batches: list[list[int]], begun: int, num_tokens: int) -> None:
         world, expected = self.world, self.expected
-        total = sum(world.batch(rank, i)[2] * value(rank, i) for rank, mine in enumerate(batches) for i in mine)
+        counted = range(0, world.world_size, world.replica_size)
+        total = sum(world.batch(r, i)[2] * value(world.replica(r), i) for r in counted for i in batches[r])
         gradient = total / num_tokens if num_tokens else 0.0
         expected.updates.append([Update(self.at.epoch, tuple(mine), num_tokens, gradient) for mine in batches])
         self.at = Place(self.at.epoch, begun, self.at.updates + 1)
@@ -191,6 +195,16 @@ class _Reckoning:
             expected.saved_at = self.at
         if world.change is not None and world.change[0] == self.ordinal - 1:
             self.accumulate = world.change[1]
+
+
+def differing_copies(world: World, window: range) -> str:
+    """The ranks of the first replica whose copies differ in a window; empty where all agree."""
+    for ranks in world.copies or ():
+        held = {world.batches[rank][window.start : window.stop] for rank in ranks}
+        other = world.other_values
+        if len(held) > 1 or (other is not None and other[0] in ranks and other[1] in window):
+            return ", ".join(map(str, ranks))
+    return ""
 
 
 def check(world: World) -> str | None:
@@ -203,7 +217,7 @@ def check(world: World) -> str | None:
     problem = compare(world, expected, outcome)
     if problem is not None or not world.resume:
         return problem
-    if world.world_size > 1 and expected.ends not in ("normally", "by signal"):
+    if world.world_size > 1 and expected.ends not in ("normally", "by signal", "together"):
         return None  # after an error ranks cannot tell each other where they are
     resumed = simulate_resumed(world, outcome)
     problem = compare(resumed[0], expect(resumed[0], expected.saved_at), resumed[1])
@@ -218,7 +232,7 @@ def compare(world: World, expected: Expected, outcome: Outcome) -> str | None:
         if not _ends_right(world, expected, rank, raised):
             return f"rank {rank} ends with {raised!r}; right is: {expected.ends} {' '.join(expected.says)}"
         right = [each[rank] for each in expected.updates]
-        if len(right) != len(simulated.updates) or not all(map(_agree, right, simulated.updates)):
+        if len(right) != len(simulated.updates) or not all(map(agree, right, simulated.updates)):
             return f"rank {rank} is trained by {simulated.updates}; right is {right}"
         if simulated.trainer.global_step != expected.started_at.updates + len(right):
             return f"rank {rank} is at step {simulated.trainer.global_step}"
@@ -246,7 +260,8 @@ def _ends_right(world: World, expected: Expected, rank: int, raised: BaseExcepti
     )
 
 
-def _agree(right: Update, got: Update) -> bool:
+def agree(right: Update, got: Update) -> bool:
+    """Whether an update is what is right."""
     return (right.epoch, right.batches, right.num_tokens) == (got.epoch, got.batches, got.num_tokens) and math.isclose(
         right.gradient, got.gradient, rel_tol=1e-12, abs_tol=0
     )

@@ -9,6 +9,7 @@ import copy
 import itertools
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,7 +86,10 @@ class Source:
         if index >= len(self.world.batches[self.rank]):
             raise StopIteration
         self._state["next"] = index + 1
-        return self.world.batch(self.rank, index)
+        batch = self.world.batch(self.rank, index)
+        if batch is None or self.world.replica_size == 1:
+            return batch
+        return (*batch, torch.tensor([*batch, (self.rank, index) == self.world.other_values]))  # to be compared
 
     def _state_dict(self) -> dict[str, int]:
         self.states_asked += 1
@@ -159,6 +163,7 @@ class SimulatedRank:
             loss_reduction="mean",
             on_empty=world.on_empty,  # type: ignore[arg-type]
             uneven=world.uneven,  # type: ignore[arg-type]
+            copies=world.copies,
         )
         feed.signals = Signals(trainer)
         states = None
@@ -179,7 +184,7 @@ class SimulatedRank:
         iter(self._fetcher)
 
     def _count(self, batch: tuple[int, int, int]) -> int:
-        if batch[:2] == self.world.counter_fails:
+        if (self.rank, batch[1]) == self.world.counter_fails:
             raise UncountableError("no labels")
         return batch[2]
 
@@ -218,8 +223,9 @@ class SimulatedRank:
             if self.world.resume and self.saved is None:
                 self._write(progress)
             self._feed.end_training()
-        except (Exception, SIGTERMException):  # `OnExceptionCheckpoint` saves
-            self._write(self._progress(checkpoints.A_CHECKPOINT, together=self._windows.asked_to_end))
+        except (Exception, SIGTERMException) as error:  # `OnExceptionCheckpoint` saves
+            together = self._windows.asked_to_end or getattr(error, "together", False)
+            self._write(self._progress(checkpoints.A_CHECKPOINT, together=together))
             raise
 
     def _restore(self, checkpoint: dict[str, Any]) -> Any:
@@ -313,7 +319,7 @@ class SimulatedRank:
         trainer, windows = self.trainer, self._windows
         accumulate = trainer.accumulate_grad_batches
         if not windows.stands_in:
-            assert batch[0] == self.rank, "a batch of another rank was served as an own one"
+            assert batch[0] == self.world.replica(self.rank), "a batch of another rank was served as an own one"
             self._own.append(batch[1])
         windows.window_in_hand("`backward`", accumulate)
         if windows.first_backward:
@@ -363,7 +369,7 @@ def simulate(world: World, checkpoint: dict[str, Any] | None = None) -> Outcome:
     """Run a world to its end."""
     ranks = SimulatedRanks(world.world_size)
     each = [SimulatedRank(world, rank, ranks, checkpoint) for rank in range(world.world_size)]
-    with _connected(ranks):
+    with connected(ranks):
         raised = ranks.run(lambda rank: each[rank].fit())
     return Outcome(each, raised, ranks.verdict)
 
@@ -373,16 +379,31 @@ def simulate_resumed(world: World, outcome: Outcome) -> tuple[World, Outcome]:
     checkpoint = outcome.ranks[0].saved
     assert checkpoint is not None
     accumulate = world.resume_accumulate or world.accumulate
-    kept = {name: getattr(world, name) for name in ("batches", "sized", "promises", "epochs")}
+    kept = {name: getattr(world, name) for name in ("batches", "sized", "promises", "epochs", "replica_size")}
     quiet = World(**kept, accumulate=accumulate, stateful=True)
     return quiet, simulate(quiet, checkpoint)
 
 
 @contextmanager
-def _connected(ranks: SimulatedRanks) -> Iterator[None]:
+def connected(ranks: SimulatedRanks) -> Iterator[None]:
     clock = SimpleNamespace(sleep=lambda seconds: None, monotonic=itertools.count().__next__)
+    numbers = exchange_module._EXCHANGES
     exchange_module.dist, exchange_module.time = Distributed(ranks), clock  # type: ignore[assignment]
+    exchange_module._EXCHANGES = _Numbers(ranks)  # type: ignore[assignment]
     try:
         yield
     finally:
         exchange_module.dist, exchange_module.time = torch.distributed, time
+        exchange_module._EXCHANGES = numbers
+
+
+class _Numbers:
+    """Counts on each rank by itself, as processes do."""
+
+    def __init__(self, ranks: SimulatedRanks) -> None:
+        self._ranks = ranks
+        self._given: Counter[int] = Counter()
+
+    def __next__(self) -> int:
+        self._given[self._ranks.rank] += 1
+        return self._given[self._ranks.rank]

@@ -19,6 +19,7 @@ from lightning_tokennorm import window
 from lightning_tokennorm.accounting import WindowAccounting
 from lightning_tokennorm.exchange import WindowExchange
 from lightning_tokennorm.lookahead import LookaheadFetcher
+from lightning_tokennorm.loops import _Loop
 from lightning_tokennorm.strategies import checkpoints
 from lightning_tokennorm.strategies.feed import WindowFeed
 
@@ -160,6 +161,98 @@ MUTANTS = [
         Plan.agreed.__func__,  # type: ignore[attr-defined]
         "max(report.micro_batches for report in reports)",
         "min(report.micro_batches for report in reports)",
+    ),
+    # copies
+    Mutant(
+        "copies are not compared",
+        window.differing_copies,
+        "for ranks in copies:",
+        "for ranks in ():",
+    ),
+    Mutant(
+        "only the counts of copies are compared",
+        window.differing_copies,
+        "each.borrows, each.fingerprint) for",
+        "each.borrows) for",
+    ),
+    Mutant(
+        "batches of copies are not looked at",
+        Accounting.report_window,
+        "batches if self._has_copies else ()",
+        "()",
+    ),
+    Mutant(
+        "copies are compared where K differs",
+        window.differing_copies,
+        "len({report.accumulate for report in reports}) > 1",
+        "False",
+    ),
+    Mutant(
+        "each copy is counted",
+        Accounting.start_window,
+        "[reports[ranks[0]] for ranks in self._copies]",
+        "reports",
+    ),
+    # loops by hand
+    Mutant(
+        "a rank leaves without a word",
+        Exchange.leave,
+        "self.send(RankReport(0, 0, 0, leaves=True))",
+        "pass",
+    ),
+    Mutant(
+        "whoever has left is not asked for",
+        Accounting.refuse_to_wait_in_vain,
+        "self.exchange.who_left()",
+        "[]",
+    ),
+    Mutant(
+        "only what has been reported is looked at",
+        Exchange.who_left,
+        "if not any(report.leaves for report in reports):",
+        "if False:",
+    ),
+    Mutant(
+        "the answers are taken for the next window",
+        Exchange.who_left,
+        "self._reports, reports = reports, answers",
+        "reports = answers",
+    ),
+    Mutant(
+        "a window starts without who has left",
+        Accounting.start_window,
+        "[rank for rank, report in enumerate(reports) if report.leaves]",
+        "[]",
+    ),
+    Mutant(
+        "a rank that has left is asked for its reasons",
+        Accounting._refuse_together,
+        "    self._refuse_to_go_on_without(self.exchange.who_left(), update)",
+        "    pass",
+    ),
+    Mutant(
+        "a pass ends without a look at who has left",
+        _Loop.next_window,
+        "self.accounting.refuse_to_wait_in_vain()",
+        "pass",
+    ),
+    Mutant(
+        "who leaves with all others tells them",
+        _Loop.leave,
+        "if isinstance(error, TokenNormError) and error.together:",
+        "if False:",
+    ),
+    Mutant(
+        "an error that ends a loop is not told",
+        _Loop.leave,
+        "failures.tell(error, self.accounting.exchange, self._where())",
+        "pass",
+    ),
+    Mutant(
+        "a window may be left early",
+        _Loop.next_batch,
+        "if not self._has_run_backward:",
+        "if False:",
     ),
     # signals
     Mutant(

@@ -187,7 +187,7 @@ class Distributed:
 
     def __init__(self, ranks: SimulatedRanks) -> None:
         self._ranks = ranks
-        self._in_flight: set[int] = set()
+        self._in_flight: dict[int, torch.Tensor] = {}  # by `id`
         kept: dict[str, bytes] = {}
         store = SimpleNamespace(
             check=lambda keys: all(key in kept for key in keys),
@@ -207,13 +207,13 @@ class Distributed:
 
     def all_gather(self, outputs: list[torch.Tensor], row: torch.Tensor, group: Any, async_op: bool) -> SimpleNamespace:
         rank = self._ranks.rank
-        if rank in self._in_flight:
+        if id(row) in self._in_flight:
             self._ranks.stop(f"rank {rank} sends a row out of a buffer that is on its way")
         operation = self._ranks.post("exchange", "all_gather of rows", row)
-        self._in_flight.add(rank)
+        self._in_flight[id(row)] = row
 
         def wait() -> None:
-            self._in_flight.discard(rank)
+            self._in_flight.pop(id(row), None)
             for output, brought in zip(outputs, self._ranks.wait(operation), strict=True):
                 output.copy_(brought)
 

@@ -18,9 +18,10 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from tests.simulation.law import check
+from tests.simulation import law
+from tests.simulation.by_hand import HandWorld, check_by_hand, worlds_by_hand
 from tests.simulation.mutants import MUTANTS, Mutant
-from tests.simulation.world import World, quiet_worlds, worlds_around
+from tests.simulation.world import World, quiet_worlds, worlds_around, worlds_of_copies
 
 GOES_ON = {"stateful": True, "resume": True}
 
@@ -39,6 +40,12 @@ FOUND = [
     World(("1357",), 2, (False,), crash=(0, 3), resume_accumulate=3, **GOES_ON),
     # one rank alone changed K before the last window of an epoch
     World(("13", "46"), change=(0, 2), changes_alone=0),
+    # and was told that its batches differ from its copies', as if all ranks had refused that
+    World(("13", "13", "46", "46"), change=(0, 2), changes_alone=1, replica_size=2),
+    # a loop by hand asked a rank that had left for what its loader had failed with,
+    HandWorld(("135", "46"), loader_fails=(1, 2), leaves=(0, 1), way="after the backward"),
+    # and the word of one that left after the last window stayed there for the next pass
+    HandWorld(("13", "4"), 2, leaves=(1, 1), way="after the backward"),
 ]
 """Worlds that went wrong: add what a search prints."""
 
@@ -79,13 +86,43 @@ TELLING = [
     World(("135", "46"), 2, epochs=2, requeue=(1, 7), **GOES_ON),
     World(("", "4", ""), 3, (False, False, False), epochs=2, requeue=(0, 0), **GOES_ON),
     World(("1", "4613"), 2, (False, False), epochs=2, requeue=(0, 1), **GOES_ON),
+    # what one rank refuses, from which all go on
+    World(("135", "46"), 2, (False, False), loader_fails=(0, 2), **GOES_ON),
+    # copies, which agree and which do not
+    World(("13", "13", "461", "461"), 2, epochs=2, replica_size=2),
+    World(("135", "135", "4", "4"), 2, (False,) * 4, save_after=2, replica_size=2, **GOES_ON),
+    World(("13", "13", "46", "47"), replica_size=2),
+    World(("13", "13", "46", "46"), 2, other_values=(3, 1), replica_size=2),
+    World(("13", "1"), 2, replica_size=2),
+    World(("13", "13", "46", "46"), counter_fails=(3, 1), replica_size=2),
+    # loops by hand
+    HandWorld(("135", "4"), 2, host="sharded"),
+    HandWorld(("100", "4"), 1, loader_fails=(0, 2)),
+    HandWorld(("13", "13", "46", "46"), 2, host="sharded", replica_size=2),
+    *(
+        HandWorld(("135", "461"), 2, host=host, leaves=(rank, index), way=way)
+        for host, rank, index, way in (
+            ("ddp", 1, 0, "before the forward"),
+            ("ddp", 0, 1, "before the backward"),
+            ("sharded", 1, 0, "before the backward"),
+            ("sharded", 0, 1, "after the backward"),
+            ("sharded", 1, 0, "by an error"),
+            ("ddp", 1, 0, "without a backward"),
+            ("sharded", 0, 1, "without a backward"),
+        )
+    ),
+    HandWorld(("13", "46"), leaves=(0, 0), way="after the backward", all_leave=True),
+    HandWorld(("101", "401"), leaves=(1, 0), way="after the backward"),
+    HandWorld(("13", ""), 1, leaves=(0, 0), way="after the backward"),
 ]
 """Worlds of which each mutant of the protocol gets at least one wrong."""
 
 SIZES = [(1, 5), (2, 4), (3, 2)]
 """Numbers of ranks, and the longest of their data."""
 
-SAMPLE, FROM_EACH = (36, 80, 60), 15
+HAND_SIZES = [(1, 3), (2, 3), (3, 2)]
+
+SAMPLE, FROM_EACH = (36, 60, 40), 15
 """Of how many quiet worlds of a size the suite looks at how many that are like it but for what happens."""
 
 
@@ -101,6 +138,10 @@ def _one_core() -> Iterator[None]:
         warnings.simplefilter("ignore")  # windows without a token are named
         yield
     os.sched_setaffinity(0, cores)
+
+
+def check(world: World) -> str | None:
+    return check_by_hand(world) if isinstance(world, HandWorld) else law.check(world)
 
 
 def search(worlds: Iterable[World]) -> list[str]:
@@ -127,6 +168,29 @@ def test_worlds(world_size: int, longest: int) -> None:
     quiet_ones = chance.sample(list(quiet_worlds(world_size, longest)), SAMPLE[world_size - 1])
     around = [list(worlds_around(quiet)) for quiet in quiet_ones]
     expect_all_right(world for worlds in around for world in chance.sample(worlds, min(FROM_EACH, len(worlds))))
+
+
+def copied_and_by_hand() -> Iterator[list[World]]:
+    """Lists of worlds with copies, and of loops by hand."""
+    for replicas, longest in ((1, 3), (2, 2)):
+        for quiet in quiet_worlds(replicas, longest):
+            yield list(worlds_of_copies(quiet, 2))
+    for world_size, longest in HAND_SIZES:
+        for quiet in quiet_worlds(world_size, longest):
+            if not quiet.sized:  # to which a loop by hand makes no difference
+                yield list(worlds_by_hand(quiet))
+
+
+def test_copies_and_loops_by_hand() -> None:
+    chance = random.Random(5)
+    expect_all_right(world for worlds in copied_and_by_hand() for world in chance.sample(worlds, min(2, len(worlds))))
+
+
+@pytest.mark.timeout(0)
+def test_all_copies_and_loops_by_hand(request: pytest.FixtureRequest) -> None:
+    if not request.config.getoption("--simulate-all"):
+        pytest.skip("takes minutes: --simulate-all")
+    expect_all_right(dict.fromkeys(world for worlds in copied_and_by_hand() for world in worlds))
 
 
 @pytest.mark.timeout(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,22 +53,37 @@ class World:
     """Whether another run goes on from what was saved last, by an error too."""
     resume_accumulate: int | None = None
     """``K`` of that run, where it differs."""
+    replica_size: int = 1
+    """How many ranks are one model replica, as under tensor parallelism: they are given the same batches."""
+    other_values: tuple[int, int] | None = None
+    """The rank and the batch in which other values stand than in its copies', as many tokens though."""
 
     @property
     def world_size(self) -> int:
         return len(self.batches)
 
+    def replica(self, rank: int) -> int:
+        return rank // self.replica_size
+
+    @property
+    def copies(self) -> tuple[tuple[int, ...], ...] | None:
+        """The ranks of each replica."""
+        if self.replica_size == 1:
+            return None
+        starts = range(0, self.world_size, self.replica_size)
+        return tuple(tuple(range(start, start + self.replica_size)) for start in starts)
+
     def is_sized(self, rank: int) -> bool:
         return not self.sized or self.sized[rank]
 
     def batch(self, rank: int, index: int) -> tuple[int, int, int] | None:
-        """A batch: whose it is, its index and its tokens."""
+        """A batch: the replica whose it is, its index and its tokens."""
         tokens = self.batches[rank][index]
-        return None if tokens == "-" else (rank, index, int(tokens))
+        return None if tokens == "-" else (self.replica(rank), index, int(tokens))
 
     def __repr__(self) -> str:
         given = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default)
-        return f"World({', '.join(given)})"
+        return f"{type(self).__name__}({', '.join(given)})"
 
 
 def tokens_of(rank: int, length: int) -> str:
@@ -84,6 +100,35 @@ def quiet_worlds(world_size: int, longest: int, accumulates: tuple[int, ...] = (
             for mix in range(2**world_size):
                 sized = tuple(not mix >> rank & 1 for rank in range(world_size))
                 yield World(batches, accumulate, () if all(sized) else sized)
+
+
+def worlds_of_copies(quiet: World, replica_size: int) -> Iterator[World]:
+    """Worlds around a quiet one of which each rank is a replica; and those in which the last rank is no copy."""
+    for world in worlds_around(quiet):
+        yield _copied(world, replica_size)
+    copied = _copied(quiet, replica_size)
+    last, batches = copied.world_size - 1, copied.batches[-1]
+    for index in range(len(batches)):
+        yield replace(copied, other_values=(last, index))
+        other = batches[:index] + str(int(batches[index]) % 7 + 1) + batches[index + 1 :]
+        yield replace(copied, batches=(*copied.batches[:last], other))
+        yield replace(copied, batches=(*copied.batches[:last], batches[:index]), uneven="error")
+        yield replace(copied, batches=(*copied.batches[:last], batches[:index]))
+
+
+def _copied(world: World, replica_size: int) -> World:
+    """The world with several ranks in the place of each; what happens to one rank happens to the last of them."""
+    last = replica_size - 1
+    moved: dict[str, Any] = {"replica_size": replica_size}
+    for name in ("batches", "sized"):
+        moved[name] = tuple(each for each in getattr(world, name) for _ in range(replica_size))
+    for name in ("loader_fails", "counter_fails", "sigterm", "requeue", "crash"):
+        if (happens := getattr(world, name)) is not None:
+            moved[name] = (happens[0] * replica_size + last, happens[1])
+    for name in ("changes_alone", "saves_alone"):
+        if (rank := getattr(world, name)) is not None:
+            moved[name] = rank * replica_size + last
+    return replace(world, **moved)
 
 
 def worlds_around(quiet: World) -> Iterator[World]:
@@ -155,11 +200,12 @@ def _later(quiet: World, longest: int) -> Iterator[World]:
         if quiet.world_size > 1:
             for rank in ranks:
                 yield replace(quiet, save_after=index, saves_alone=rank)
+    for rank, batches in enumerate(quiet.batches if longest else ()):
+        for index in range(len(batches) + 1):
+            yield replace(quiet, loader_fails=(rank, index), stateful=True, resume=True)
+        for index in range(len(batches)):
+            yield replace(quiet, counter_fails=(rank, index), stateful=True, resume=True)
     if quiet.world_size == 1 and longest:
-        for index in range(longest + 1):
-            yield replace(quiet, loader_fails=(0, index), stateful=True, resume=True)
-        for index in range(longest):
-            yield replace(quiet, counter_fails=(0, index), stateful=True, resume=True)
         for index in range(micro_batches):
             other = quiet.accumulate % 3 + 1
             for accumulate in (None, other):

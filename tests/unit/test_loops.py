@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,6 +54,23 @@ def test_what_the_backward_divides_by() -> None:
             window.backward(linear(each["x"]).mean(), lambda loss: (loss / 4).backward())
         assert window.record.loss_sum == 0.0
     assert linear.weight.grad.item() == pytest.approx(2.0, abs=1e-15)
+
+
+def test_a_scaler_is_left_to_the_loop() -> None:
+    linear, scaler, steps = model(), torch.amp.GradScaler("cpu", init_scale=1024.0), []
+    optimizer = torch.optim.SGD(linear.parameters(), lr=1.0)
+    # (3 * 1 + 1 * 5) / 4 = 2; a window with an infinity, which is not stepped on; (2 * 1 + 2 * 3) / 4 = 2
+    data = [batch(3, 1.0), batch(1, 5.0), batch(1, 1.0), batch(1, math.inf), batch(2, 1.0), batch(2, 3.0)]
+    for window in token_windows(data, accumulate=2, model=linear):
+        before = linear.weight.item()
+        for each in window:
+            window.backward(linear(each["x"]).mean(), lambda loss: scaler.scale(loss).backward())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        steps.append(before - linear.weight.item())
+    assert steps == [2.0, 0.0, 2.0]
+    assert scaler.get_scale() == 512.0
 
 
 def test_record() -> None:
