@@ -30,9 +30,10 @@ from lightning_tokennorm.window import (
     RankReport,
     UpdateRecord,
     WindowPlan,
+    differing_accumulation,
     differing_copies,
-    disagreement,
     total,
+    uneven_windows,
 )
 
 FIRST_WINDOWS = 50
@@ -198,16 +199,18 @@ class WindowAccounting:
                 f"At update {update}, rank {alone[0]} saves a full checkpoint while others train. Call"
                 " `trainer.save_checkpoint` on all ranks; one with weights only can be saved by one."
             )
+        if problem := differing_accumulation(reports):
+            # First of all: a rank that changes its K alone, between windows, is the only one to see this now. The
+            # others hear of it when they report their next window, and would not join in anything before.
+            raise TokenNormError(f"At update {update}, {problem}", together=not self.windows)
         if any(report.refuses for report in reports):
             self._refuse_together(self._reported_failure, update)
         if any(report.names_heads for report in reports):
             reports = self._agree_on_heads(reports, update)
         if problem := differing_copies(reports, self._copies):
             raise TokenNormError(f"At update {update}, {problem}", together=True)
-        if problem := disagreement(reports, pad=self._pad):
-            # A rank that changes its K alone, between windows, hears of it when the others report their next one.
-            moved = self.windows > 0 and len({report.accumulate for report in reports}) > 1
-            raise TokenNormError(f"At update {update}, {problem}", together=not moved)
+        if not self._pad and (problem := uneven_windows(reports)):
+            raise TokenNormError(f"At update {update}, {problem}", together=True)
         if not any(report.micro_batches for report in reports):  # the data of all ranks has ended
             return None
         counted = [reports[ranks[0]] for ranks in self._copies]

@@ -109,7 +109,7 @@ class WindowPlan:
         ranks_divided_by: float | None = None,
         heads: Mapping[str, tuple[Count, ...]] | None = None,
     ) -> WindowPlan:
-        """The plan that follows from the reports of all ranks, in which `disagreement` found nothing.
+        """The plan that follows from the reports of all ranks, which agree on ``K``.
 
         The window is as long as the longest rank's: the others are padded with micro-batches without tokens.
 
@@ -226,22 +226,26 @@ def total(counts: Iterable[Count]) -> Count:
     return sum(counts) if all(isinstance(count, int) for count in counts) else math.fsum(counts)
 
 
-def disagreement(reports: Sequence[RankReport], *, pad: bool) -> str | None:
-    """Say in what the ranks' windows do not fit together.
+def differing_accumulation(reports: Sequence[RankReport]) -> str | None:
+    """Say that ranks do not have the same ``K``.
 
     Args:
         reports: One report per rank, the same list on every rank: so all ranks come to the same answer.
-        pad: Whether ranks whose data ends early are padded; else they have to end together.
 
     Returns:
         A sentence that names the ranks, what each has and what to change; ``None`` where the ranks agree.
     """
-    if len({report.accumulate for report in reports}) > 1:
-        return (
-            f"`accumulate_grad_batches` differs between ranks: {_by_rank(r.accumulate for r in reports)}."
-            " Give every rank the same value."
-        )
-    if pad or len({report.micro_batches for report in reports}) == 1:
+    if len({report.accumulate for report in reports}) == 1:
+        return None
+    return (
+        f"`accumulate_grad_batches` differs between ranks: {_by_rank(r.accumulate for r in reports)}."
+        " Give every rank the same value."
+    )
+
+
+def uneven_windows(reports: Sequence[RankReport]) -> str | None:
+    """Say that ranks do not have the same number of micro-batches for a window; as `differing_accumulation`."""
+    if len({report.micro_batches for report in reports}) == 1:
         return None
     return (
         "the ranks disagree on the number of micro-batches in this window:"
@@ -259,17 +263,12 @@ def differing_copies(reports: Sequence[RankReport], copies: Sequence[Sequence[in
         copies: The ranks of each model replica.
 
     Returns:
-        A sentence that names the ranks, what each has and what to change; ``None`` where all copies agree. Where
-        ``K`` differs they are not looked at: then the windows differ, whatever is in them.
+        A sentence that names the ranks, what each has and what to change; ``None`` where all copies agree.
     """
-    if len({report.accumulate for report in reports}) > 1:
-        return None
     for ranks in copies:
         held = [reports[rank] for rank in ranks]
-        if (
-            len({(each.num_tokens, each.heads, each.micro_batches, each.borrows, each.fingerprint) for each in held})
-            == 1
-        ):
+        looks = {(each.num_tokens, each.heads, each.micro_batches, each.borrows, each.fingerprint) for each in held}
+        if len(looks) == 1:
             continue
         told = ", ".join(
             f"rank {rank} has {each.num_tokens} tokens in {each.micro_batches} micro-batches"

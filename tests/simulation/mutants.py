@@ -140,15 +140,15 @@ MUTANTS = [
     ),
     Mutant(
         "K may differ",
-        window.disagreement,
-        "len({report.accumulate for report in reports}) > 1",
-        "False",
+        window.differing_accumulation,
+        "len({report.accumulate for report in reports}) == 1",
+        "True",
     ),
     Mutant(
         "ranks may always be uneven",
-        window.disagreement,
-        "if pad or",
-        "if True or",
+        window.uneven_windows,
+        "if len(",
+        "if True or len(",
     ),
     Mutant(
         "N is the own count times W",
@@ -180,12 +180,6 @@ MUTANTS = [
         Accounting.report_window,
         "batches if self._has_copies else ()",
         "()",
-    ),
-    Mutant(
-        "copies are compared where K differs",
-        window.differing_copies,
-        "len({report.accumulate for report in reports}) > 1",
-        "False",
     ),
     Mutant(
         "each copy is counted",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ REPORTS = [
     RankReport(0.1, 0, 1, refuses=True),
     RankReport(0, 1, 1, borrows=True, sigterm=True),
 ]
+WITH_HEADS = [replace(report, heads=(2**62 + 1, 0.1)) for report in REPORTS]
 
 
 def gather(rank: int, world_size: int) -> list[RankReport]:
@@ -37,6 +39,19 @@ def test_every_rank_gets_every_report_exactly() -> None:
         for reports in run_ranks(gather, world_size):
             assert reports == REPORTS[:world_size]
             assert [type(report.num_tokens) for report in reports] == [int, float, int][:world_size]
+
+
+def gather_heads(rank: int, world_size: int) -> list[RankReport]:
+    exchange = WindowExchange.spanning(dist.group.WORLD)
+    exchange.send(REPORTS[rank])
+    exchange.receive()
+    exchange.widen(2)
+    exchange.send(WITH_HEADS[rank])
+    return exchange.receive()
+
+
+def test_rows_can_hold_a_count_for_each_head() -> None:
+    assert run_ranks(gather_heads, 2) == [WITH_HEADS[:2], WITH_HEADS[:2]]
 
 
 def test_without_a_process_group_nothing_is_sent() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_tokennorm.window import RankReport, WindowPlan, disagreement, total
+from lightning_tokennorm.window import RankReport, WindowPlan, differing_accumulation, total, uneven_windows
 
 
 def report(num_tokens: float = 4, micro_batches: int = 3, accumulate: int = 3) -> RankReport:
@@ -39,21 +39,19 @@ def test_totals() -> None:
 
 
 def test_agreement_and_disagreement() -> None:
-    assert disagreement([report(), report(9)], pad=False) is None
-    for reports, parts in (
-        ([report(), report(micro_batches=2)], ["rank 0 has 3, rank 1 has 2", "DistributedSampler"]),
-        ([report(), report(0, 0)], ["rank 0 has 3, rank 1 has 0"]),
-        ([report(), report(accumulate=4)], ["`accumulate_grad_batches` differs", "rank 0 has 3, rank 1 has 4"]),
+    assert differing_accumulation([report(), report(9)]) is None
+    assert uneven_windows([report(), report(9)]) is None
+    for problem, parts in (
+        (uneven_windows([report(), report(micro_batches=2)]), ["rank 0 has 3, rank 1 has 2", "DistributedSampler"]),
+        (uneven_windows([report(), report(0, 0)]), ["rank 0 has 3, rank 1 has 0"]),
+        (
+            differing_accumulation([report(), report(accumulate=4)]),
+            ["`accumulate_grad_batches` differs", "rank 0 has 3, rank 1 has 4"],
+        ),
     ):
-        problem = disagreement(reports, pad=False)
         assert problem is not None
         for part in parts:
             assert part in problem
-
-
-def test_only_k_has_to_agree_where_ranks_are_padded() -> None:
-    assert disagreement([report(micro_batches=2), report()], pad=True) is None
-    assert "`accumulate_grad_batches` differs" in str(disagreement([report(), report(accumulate=4)], pad=True))
 
 
 def test_a_window_is_as_long_as_the_longest_ranks() -> None:
