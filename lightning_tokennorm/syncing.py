@@ -159,6 +159,19 @@ class _ShardedSyncing(Syncing):
     def waits_in_backward(self, *, is_last: bool) -> bool:
         return True
 
+    def prepare(self, loss: Tensor, where: str, *, has_tokens: bool) -> Tensor | None:
+        prepared = super().prepare(loss, where, has_tokens=has_tokens)
+        if prepared is not None and not has_tokens:
+            graph = graph_of(prepared)
+            missing = [each for key, each in self._leaves().items() if each.requires_grad and key not in graph.reached]
+            if missing and not graph.hides_a_graph:
+                raise TokenNormError(
+                    f"The loss of {where}, where it or one of its heads has no supervised tokens, leads to a part of"
+                    " the model only, while other ranks wait for this one in all of its shards. Let the whole model be"
+                    " one shard (`fully_shard(model)` alone), or let the losses of all heads depend on all parts."
+                )
+        return prepared
+
     def _prepare_empty(self, loss: Tensor, where: str) -> Tensor | None:
         raise TokenNormError(
             f"The loss of {where}, which has no supervised tokens, has no graph, while other ranks wait for this one to"

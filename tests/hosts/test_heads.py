@@ -36,7 +36,19 @@ from tests.helpers.tiny_lm import IGNORE, VOCABULARY, WIDTH, TinyLM, collate, fl
 Sample = dict[str, Tensor]
 WEIGHT = 0.3
 SHIFTS = {"lm": 1, "mtp": 3}
-COUNTERS = Heads(lm=SupervisedTokens(shift=1), mtp=SupervisedTokens(shift=3))
+
+
+def labels_of(batch: Sample, head: str) -> Tensor:
+    """The second head is taught some words only, so that whole micro-batches have none of them."""
+    labels = batch["labels"][:, SHIFTS[head] :]
+    return labels if head == "lm" else labels.masked_fill(labels > 4, IGNORE)
+
+
+def count_rare(batch: Sample) -> int:
+    return int((labels_of(batch, "mtp") != IGNORE).sum())
+
+
+COUNTERS = Heads(lm=SupervisedTokens(shift=1), mtp=count_rare)
 
 
 class TwoHeadLM(TinyLM):
@@ -59,7 +71,7 @@ class TwoHeadLM(TinyLM):
         """By hand: the mean over no token is NaN all the way down."""
         found = {}
         for (name, shift), logits in zip(SHIFTS.items(), self(batch["input_ids"]), strict=True):
-            labels = batch["labels"][:, shift:]
+            labels = labels_of(batch, name)
             losses = F.cross_entropy(logits[:, :-shift].transpose(1, 2), labels.clamp(min=0), reduction="none")
             live = labels != IGNORE
             found[name] = (losses * live).sum() / (live.sum() if reduction == "mean" else 1)
@@ -105,7 +117,7 @@ def expected(case: Case) -> list[Tensor]:
     model, gradients = TwoHeadLM(), []
     for window in case.windows():
         batch = collate(window)
-        tokens = {name: int((batch["labels"][:, shift:] != IGNORE).sum()) for name, shift in SHIFTS.items()}
+        tokens = {name: int((labels_of(batch, name) != IGNORE).sum()) for name in SHIFTS}
         sums = model.losses(batch, "sum")
         model.zero_grad()
         (sums["lm"] / tokens["lm"] + WEIGHT * sums["mtp"] / max(tokens["mtp"], 1)).backward()
@@ -127,8 +139,15 @@ def fit(rank: int, world_size: int, case: Case, strategy: Any, module: Any, **op
     return error(case, law.fit(rank, world_size, case, strategy, module, **options))
 
 
-# Short samples have no token for the second head: it is idle in whole micro-batches, and on a whole rank.
 LONG_GONE = Case(lengths=(5, 5), empty=((0, 1), (1, 2)))
+
+
+def test_heads_are_idle_alone_somewhere() -> None:
+    for rank in LONG_GONE.micro_batches():
+        counted = [COUNTERS(collate(samples)) for samples in rank]
+        assert any(each["lm"] and not each["mtp"] for each in counted)
+
+
 HOSTS: dict[str, tuple[Case, Any, Any, dict[str, Any], dict[str, Any]]] = {
     "ddp": (LONG_GONE, TokenNormDDP, TwoHeads, {}, {}),
     "ddp, K=1": (Case(accumulate=1), TokenNormDDP, TwoHeads, {}, {}),
@@ -227,6 +246,25 @@ def test_law_in_a_loop_by_hand() -> None:
 
 def loop_on_ranks(rank: int, world_size: int) -> float:
     return max(loop(rank, world_size, unused) for unused in (False, True))
+
+
+def loop_over_shards(rank: int, world_size: int) -> str:
+    model = TwoHeadLM()
+    for part in (model.mtp, model):
+        fully_shard(part)
+    try:
+        for window in token_windows(law.make_loader(rank, LONG_GONE), accumulate=3, model=model, count_tokens=COUNTERS):
+            for batch in window:
+                with window.no_sync():
+                    window.backward(model.losses(batch, "mean"))
+    except TokenNormError as raised:
+        return str(raised)
+    return "nothing"
+
+
+def test_a_head_that_alone_leads_to_a_shard_is_an_error_in_a_loop() -> None:
+    for text in run_ranks(loop_over_shards, 2, timeout_s=60):
+        assert "leads to a part of the model only, while other ranks wait" in text
 
 
 # ---- numbers by hand
