@@ -469,6 +469,11 @@ class WindowAccounting:
         if self._outcome is not None:
             self._outcome = skipped_because
 
+    @property
+    def tokens_trained_on(self) -> Count:
+        """``N`` of the window in hand where an optimizer has stepped on it, else 0."""
+        return 0 if self._plan is None or self._outcome is not None else self._plan.num_tokens
+
     def take_record(self, device: torch.device) -> Callable[[], UpdateRecord]:
         """What went into the update of the window in hand, which is over; losses are added up where somebody asks."""
         plan, self._plan = self._plan, None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_tokennorm import _compat
+from lightning_tokennorm.counting import Count
 from lightning_tokennorm.errors import TokenNormError
 from lightning_tokennorm.exchange import WindowExchange
 from lightning_tokennorm.lookahead import LookaheadFetcher
@@ -92,17 +93,24 @@ def take_progress(
     )
 
 
-def write(checkpoint: dict[str, Any], progress: Progress) -> None:
+def write(checkpoint: dict[str, Any], progress: Progress, tokens_seen: Count) -> None:
     """Let a checkpoint lead back to the edge of a window, on every rank.
 
     Args:
         checkpoint: The checkpoint, before it is written. Lightning's dict speaks of all batches that were read.
         progress: How far this rank has come.
+        tokens_seen: The tokens of all updates so far.
     """
     _compat.rewind_checkpoint(checkpoint, progress.states, progress.edge, stream_has_ended=progress.stream_has_ended)
-    checkpoint[KEY] = {"positions": progress.positions, "skip": progress.skip}
+    checkpoint[KEY] = {"positions": progress.positions, "skip": progress.skip, "tokens_seen": tokens_seen}
     if progress.updates is not None:
         checkpoint[KEY]["updates"] = progress.updates
+
+
+def tokens_seen(checkpoint: Mapping[str, Any]) -> Count:
+    """The tokens of all updates before a checkpoint; 0 where it does not say."""
+    count: Count = checkpoint.get(KEY, {}).get("tokens_seen", 0)
+    return count
 
 
 def is_marked(checkpoint: Mapping[str, Any]) -> bool:

@@ -32,7 +32,7 @@ from lightning_tokennorm.strategies.options import Options
 from lightning_tokennorm.strategies.refusals import refuse_module
 from lightning_tokennorm.strategies.signals import Signals
 from lightning_tokennorm.strategies.steps import Trace
-from lightning_tokennorm.window import LossReduction, UpdateRecord
+from lightning_tokennorm.window import LossReduction, UpdateRecord, total
 
 
 class FitLifecycle(ParallelStrategy):
@@ -82,6 +82,7 @@ class FitLifecycle(ParallelStrategy):
         self._trace: Trace | None = None  # of a forward that has to be undone
         self._left_off_at: checkpoints.Progress | None = None
         self._feed: WindowFeed | None = None  # there while fitting
+        self._tokens_seen: Count = 0
         self._has_no_batch = False  # a transfer hook returned None
         self._manual: ManualOptimization | None = None  # there while fitting a module that optimizes by itself
 
@@ -105,6 +106,15 @@ class FitLifecycle(ParallelStrategy):
         if self._make_last_update is not None:
             self._last_update, self._make_last_update = self._make_last_update(), None
         return self._last_update
+
+    @property
+    def tokens_seen(self) -> Count:
+        """The supervised tokens of all updates that were applied, over all ranks; a resumed run goes on counting.
+
+        The clock of a schedule by tokens: it depends on neither ``W``, ``K`` nor the size of batches.
+        """
+        self._close_window()
+        return self._tokens_seen
 
     @property
     def micro_batch_is_padded(self) -> bool:
@@ -321,7 +331,7 @@ class FitLifecycle(ParallelStrategy):
             if self._feed is not None and self._feed.fetcher is not None:
                 progress = self._progress(checkpoints.A_CHECKPOINT, together=not self._ends_alone)
             if progress is not None:
-                checkpoints.write(checkpoint, progress)
+                checkpoints.write(checkpoint, progress, self.tokens_seen)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _progress(self, purpose: str, *, together: bool) -> checkpoints.Progress:
@@ -337,6 +347,7 @@ class FitLifecycle(ParallelStrategy):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(*args, **kwargs)
         if self._feed is not None and _compat.has_progress(checkpoint):
+            self._tokens_seen = checkpoints.tokens_seen(checkpoint)
             self._feed.start = checkpoints.take_start(checkpoint, self.global_rank, self.world_size)
             if checkpoints.lacks_positions(checkpoint) and self.world_size > 1:
                 rank_zero_warn(
@@ -353,4 +364,5 @@ class FitLifecycle(ParallelStrategy):
         if feed is None or feed.windows is None or not feed.windows.has_window or feed.fetcher is None:
             return
         if not feed.fetcher.unfinished:
+            self._tokens_seen = total([self._tokens_seen, feed.windows.tokens_trained_on])
             self._make_last_update = feed.windows.take_record(self.root_device)

@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "strategies/steps": {"torch", "lightning", "_compat", "gradients"},
     "strategies/signals": {"lightning", "_compat"},
     "strategies/failures": {"errors", "exchange"},
-    "strategies/checkpoints": {"_compat", "errors", "exchange", "lookahead"},
+    "strategies/checkpoints": {"_compat", "counting", "errors", "exchange", "lookahead"},
     "strategies/manual": {"torch", "lightning", "accounting", "counting", "errors", "window"},
     "strategies/feed": {"lightning", "_compat", "accounting", "errors", "exchange", "lookahead", "strategies"},
     "strategies/lifecycle": {

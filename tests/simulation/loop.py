@@ -207,7 +207,7 @@ class SimulatedRank:
             "epoch_progress": self._epochs.state_dict(),
         }
         checkpoint = {"loops": {"fit_loop": loops}, "global_step": self.trainer.global_step}
-        checkpoints.write(checkpoint, progress)
+        checkpoints.write(checkpoint, progress, 0)
         self.saved = copy.deepcopy(checkpoint)
 
     # ---- what Lightning's loops do
