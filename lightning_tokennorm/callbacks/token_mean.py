@@ -110,6 +110,7 @@ class TokenMeanMetric(Callback):
         self._has_step_values = False
         self._undo: Callable[[], None] = _nothing
         self._eval: list[StageMeans] = []  # per loader
+        self._train_has_loss = False
         self._eval_has_loss = True
 
     @property
@@ -134,7 +135,7 @@ class TokenMeanMetric(Callback):
         self._updates, self._divided_by, self._has_step_values = trainer.global_step, 1, False
         self._undo()
         self._undo = _compat.watch_division_of_loss(trainer, self._note_division)
-        self._exchanges_all = False
+        self._exchanges_all = self._train_has_loss = False
         self._look_for_monitors(trainer, {"train_tokens", *self._train.main_keys})
         self._take_heads(trainer, names_of(self._counter) or ())
         show_short_names(trainer, *train_names(self._names))
@@ -150,6 +151,12 @@ class TokenMeanMetric(Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._train_has_loss and trainer.global_step:  # as modules do that optimize by themselves
+            rank_zero_warn(
+                f"`{type(pl_module).__name__}.training_step` returned no loss, so `TokenMeanMetric` has counted"
+                " nothing. Return the loss, a tensor of one element, or a dict with the key 'loss'; with manual"
+                " optimization, too."
+            )
         self._undo()
 
     @override
@@ -188,6 +195,7 @@ class TokenMeanMetric(Callback):
             device = _state_device(pl_module)
             sums = self._batch.after_step(outputs, batch, device)
             if sums is not None:
+                self._train_has_loss = True
                 if ONE_LOSS in sums:  # of which Lightning hands over what is divided by K
                     sums = {ONE_LOSS: (sums[ONE_LOSS][0] * self._divided_by, sums[ONE_LOSS][1])}
                 refuse_unknown_heads(sums, names_of(self._counter), trainer)

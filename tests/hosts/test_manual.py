@@ -581,3 +581,17 @@ def test_with_automatic_optimization_it_is_the_trainers() -> None:
         trainer.fit(ScalarModule(), make_loader(R1[0]))
     with pytest.raises(Exception, match="not supported for manual optimization"):
         make_trainer(1, strategy=TokenNormDDP(), accumulate_grad_batches=2).fit(ManualScalar(), make_loader(R1[0]))
+
+
+class ReturnsNothing(ManualScalar):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        pass
+
+
+def test_a_step_that_returns_no_loss_is_told() -> None:
+    trainer = make_trainer(1, strategy=TokenNormDDP(), callbacks=[TokenMeanMetric()])
+    with pytest.warns(UserWarning, match="ReturnsNothing.training_step` returned no loss, so `TokenMeanMetric`"):
+        trainer.fit(ReturnsNothing(), make_loader(R1[0]))
