@@ -25,9 +25,8 @@ ALLOWED: dict[str, set[str]] = {
     "reduction": {"torch"},
     "exchange": {"torch", "counting", "errors", "window"},
     "fingerprint": {"torch"},
-    "accounting": {
-        *("torch", "counting", "errors", "exchange", "fingerprint", "head_losses", "heads", "window"),
-    },
+    "agreement": {"counting", "errors", "exchange", "fingerprint", "heads", "window"},
+    "accounting": {"torch", "agreement", "counting", "errors", "exchange", "head_losses", "window"},
     "_compat": {"lightning", "packaging", "torchmetrics"},
     "reuse": {"torch"},
     "lookahead": {"_compat", "errors", "reuse"},
@@ -43,6 +42,9 @@ ALLOWED: dict[str, set[str]] = {
     "strategies/checkpoints": {"_compat", "counting", "errors", "exchange", "lookahead"},
     "strategies/manual": {"torch", "lightning", "accounting", "counting", "errors", "window"},
     "strategies/feed": {"lightning", "_compat", "accounting", "errors", "exchange", "lookahead", "strategies"},
+    "strategies/window_view": {
+        *("lightning", "_compat", "accounting", "counting", "errors", "grad_scaler", "strategies", "window"),
+    },
     "strategies/lifecycle": {
         *("torch", "lightning", "typing_extensions"),
         *("_compat", "accounting", "counting", "errors", "exchange", "grad_scaler", "reduction", "strategies"),

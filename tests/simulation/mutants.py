@@ -134,7 +134,7 @@ MUTANTS = [
     ),
     Mutant(
         "a rank refuses alone",
-        Accounting.start_window,
+        Accounting.agree,
         "any(report.refuses for report in reports)",
         "self._reported_failure is not None",
     ),
@@ -183,7 +183,7 @@ MUTANTS = [
     ),
     Mutant(
         "each copy is counted",
-        Accounting.start_window,
+        Accounting.agree,
         "[reports[ranks[0]] for ranks in self._copies]",
         "reports",
     ),
@@ -214,7 +214,7 @@ MUTANTS = [
     ),
     Mutant(
         "a window starts without who has left",
-        Accounting.start_window,
+        Accounting.agree,
         "[rank for rank, report in enumerate(reports) if report.leaves]",
         "[]",
     ),
@@ -251,13 +251,13 @@ MUTANTS = [
     # signals
     Mutant(
         "a SIGTERM ends one rank",
-        Accounting.start_window,
+        Accounting.agree,
         "any(report.sigterm for report in reports)",
         "reports[self.exchange.rank].sigterm",
     ),
     Mutant(
         "one rank saves before a requeue",
-        Accounting.start_window,
+        Accounting.agree,
         "any(report.requeue for report in reports)",
         "reports[self.exchange.rank].requeue",
     ),
@@ -338,7 +338,7 @@ MUTANTS = [
     # saves that one rank makes alone
     Mutant(
         "a rank that saves alone is taken for one without data",
-        Accounting.start_window,
+        Accounting.agree,
         "if report.meets]",
         "if False]",
     ),
