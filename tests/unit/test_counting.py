@@ -202,7 +202,7 @@ def test_counts_of_a_wrong_type(value: Any) -> None:
 
 
 def test_counts_of_several_heads_are_refused_by_name() -> None:
-    with pytest.raises(TypeError, match="counts of several heads.*expected one number"):
+    with pytest.raises(TypeError, match=r"counts of several heads.*expected one number"):
         check_count({"a": 8, "b": 5})
 
 
