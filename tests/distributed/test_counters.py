@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
@@ -23,12 +24,16 @@ from lightning_tokennorm import (
     PerMicroBatch,
     SupervisedSamples,
     SupervisedTokens,
+    TokenBudget,
     TokenMeanMetric,
     TokenNormDDP,
     WeightedTokens,
 )
+from lightning_tokennorm.testing import assert_partition_invariant
 from tests.helpers.launch import run_ranks
 from tests.helpers.scalar_rig import ScalarModule, make_trainer
+from tests.helpers.tiny_lm import TinyModule, make_samples
+from tests.helpers.tiny_lm import collate as make_batch
 
 X = -100
 NAN = float("nan")
@@ -116,7 +121,7 @@ LOSSES = {
 @dataclass(frozen=True)
 class Case:
     counter: str
-    table: list[list[Batch]]
+    table: list[list[Batch | None]]
     """The micro-batches by rank."""
     gradients: list[float]
     """By update."""
@@ -168,6 +173,8 @@ TWO_RANKS = {
     "micro-batches, uneven": Case(
         "micro-batches", [[balance(2), balance(6), balance(5)], [balance(1)]], [3.0, 5.0], [3, 1]
     ),
+    # a batch that is None has nothing in it: (2 + 1 + 3) / 3
+    "micro-batches, one is None": Case("micro-batches", [[balance(2), None], BALANCE[1]], [2.0], [3]),
     # controls: the same samples by tokens, (3 + 4 + 8 + 12 + 10 + 2 + 28 + 9) / 17; and under plain DDP the mean of the
     # micro-batches' means, which are 2.5, 4, 4 and 27 / 4, or 4, 2, 3 and 7.25 / 6
     "samples, by tokens": Case("tokens", SAMPLES, [76 / 17], [17]),
@@ -217,7 +224,7 @@ def fit(rank: int, world_size: int, case: Case) -> dict[str, Any]:
         "logged": seen.logged,
         "epoch": trainer.callback_metrics["train_loss_per_token_epoch"].item(),
     }
-    if all(case.table):  # Lightning refuses to validate where a rank has no data
+    if all(map(all, case.table)) and all(case.table):  # a validation of Lightning's needs data on every rank
         trainer.validate(module, DataLoader(case.table[rank], batch_size=None), verbose=False)
         found["validation"] = trainer.callback_metrics["val_loss_per_token"].item()
     return found
@@ -289,6 +296,80 @@ def count_in_orders(rank: int, world_size: int) -> list[float]:
 def test_the_order_of_ranks_leaves_no_mark() -> None:
     # added up one after the other, 2**53 + 1 + 1 is 2**53
     assert run_ranks(count_in_orders, 3, timeout_s=120) == [[2.0**53 + 2] * 3] * 3
+
+
+# ---- callbacks
+
+
+@pytest.mark.parametrize(
+    ("budget", "updates"),
+    [
+        (2, 1),  # updates of 2 samples and of 1, which have 4 tokens and 2
+        (3, 2),
+    ],
+)
+def test_budgets_are_of_what_is_counted(budget: int, updates: int) -> None:
+    metric = TokenMeanMetric(name="loss_per_sample")
+    trainer = make_trainer(
+        1,
+        strategy=TokenNormDDP(count_tokens=SupervisedSamples()),
+        callbacks=[metric, TokenBudget(budget)],
+        max_epochs=-1,
+    )
+    trainer.fit(Rig("samples"), DataLoader(SAMPLES[0], batch_size=None))
+    assert trainer.global_step == updates
+    assert trainer.callback_metrics["train_loss_per_sample_step"].item() == [2.5, 4.0][updates - 1]
+
+
+# ---- models, and how their samples are dealt
+
+
+class MeanOfSamples(TinyModule):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        losses, live = self.token_losses(batch)
+        has_one = live.any(1)
+        return ((losses * live).sum(1)[has_one] / live.sum(1)[has_one]).sum() / has_one.sum()
+
+    def token_losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        logits, labels = self.model(batch["input_ids"])[:, :-1], batch["labels"][:, 1:]
+        losses = F.cross_entropy(logits.transpose(1, 2), labels.clamp(min=0), reduction="none")
+        return losses, labels != X
+
+
+class MeanByWeight(MeanOfSamples):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        losses, live = self.token_losses(batch)
+        weights = batch["loss_weights"][:, 1:] * live
+        return (losses * weights).sum() / weights.sum()
+
+
+def weigh_by_token(samples: Sequence[Batch]) -> Batch:
+    batch = make_batch(samples)
+    return {**batch, "loss_weights": (1.0 + batch["input_ids"]) / 8}
+
+
+@pytest.mark.parametrize(
+    ("module", "counter"),
+    [(MeanOfSamples, SupervisedSamples()), (MeanByWeight, WeightedTokens())],
+    ids=["samples", "weights"],
+)
+def test_updates_do_not_depend_on_how_samples_are_dealt(module: Any, counter: Any) -> None:
+    report = assert_partition_invariant(
+        module,
+        make_samples(8),
+        collate_fn=weigh_by_token,
+        world_sizes=(2,),
+        accumulate=(2,),
+        strategy=lambda: TokenNormDDP(count_tokens=counter),
+    )
+    assert all(result.ok and result.rel_l2_error < 1e-12 for result in report.results)
+
+
+def test_a_counter_that_does_not_fit_the_loss_is_found() -> None:
+    with pytest.raises(AssertionError, match="worst in"):
+        assert_partition_invariant(
+            MeanOfSamples, make_samples(8), collate_fn=weigh_by_token, world_sizes=(1,), accumulate=(2,)
+        )
 
 
 # ---- what one rank refuses, all refuse
