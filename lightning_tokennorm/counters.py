@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_tokennorm.counting import SupervisedTokens, find_in, rows_of
+from lightning_tokennorm.counting import (
+    Count,
+    SupervisedTokens,
+    check_count,
+    check_place,
+    describe_value,
+    find_in,
+    rows_of,
+)
 
 
 @dataclass(frozen=True)
@@ -16,7 +25,8 @@ class SupervisedSamples(SupervisedTokens):
     """Counts the samples of a batch that have a label which enters the loss.
 
     For a module whose loss is the mean over samples of each sample's own mean: every sample of an update then has the
-    same weight, whatever its length. A sample is a row: an entry of the first dimension of ``labels``.
+    same weight, whatever its length. A sample is a row, an entry of the first dimension of ``labels``, also where
+    several documents are packed into it. One without a live label is in neither mean.
 
     Args:
         labels: As in `SupervisedTokens`.
@@ -48,8 +58,8 @@ class WeightedTokens(SupervisedTokens):
     """Adds up the weights of the tokens that enter the loss.
 
     For a module whose loss is ``sum(w * l) / sum(w)`` over its batch's tokens; the update is the same over the window
-    and all ranks. Weights are looked at where a label is live only. The sum is taken in float64, and that over ranks is
-    rounded once, whatever their order.
+    and all ranks. Only weights of live labels are looked at, each of them from 0 on: a negative one is refused,
+    whatever they add up to. Sums are taken in float64; that over ranks is rounded once: their order leaves no mark.
 
     Args:
         labels: As in `SupervisedTokens`.
@@ -74,11 +84,7 @@ class WeightedTokens(SupervisedTokens):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.weights, bool) or not isinstance(self.weights, (str, int)):
-            raise TypeError(
-                f"`WeightedTokens(weights=...)` got {self.weights!r}; expected a key or attribute name (str) or an"
-                " index into the batch (int)."
-            )
+        check_place(self.weights, "WeightedTokens", "weights")
 
     def __call__(self, batch: Any) -> float | Tensor:  # type: ignore[override]
         """Add up the weights of one micro-batch.
@@ -88,42 +94,61 @@ class WeightedTokens(SupervisedTokens):
 
         Returns:
             A ``float`` for weights on the CPU; for those on another device a 0-dim float64 tensor on it, which is NaN
-            where a weight is negative, so that it is refused without waiting for the device here.
+            where a weight is negative: so it is refused when it comes to the host, and counting never waits for it.
 
         Raises:
-            TypeError: Labels or weights are not tensors of numbers.
-            ValueError: There are none, they differ in shape, or a weight is negative.
+            TypeError: Labels are not a tensor of integers, or weights not one of numbers.
+            ValueError: There are none, they differ in shape or device, or a weight is negative, infinite or NaN.
         """
-        labels, weights = self.labels_of(batch), find_in(batch, self.weights, "WeightedTokens", "weights")
-        if not isinstance(weights, Tensor) or weights.dtype is torch.bool or weights.is_complex():
-            got = f"a tensor of {weights.dtype}" if isinstance(weights, Tensor) else type(weights).__name__
-            raise TypeError(
-                f"`WeightedTokens` found {got} at `weights={self.weights!r}`; expected a tensor of numbers."
-            )
-        rows, of_weights = rows_of(labels), rows_of(weights)
-        if labels.is_nested != weights.is_nested or len(rows) != len(of_weights):
+        labels = self.labels_of(batch)
+        weights = self._of_live(labels, self._weights_of(batch))
+        num_tokens = self.add_up(weights)
+        if num_tokens.device.type != "cpu":
+            return num_tokens
+        if not num_tokens.isfinite():
             raise ValueError(
-                "`WeightedTokens` found labels and weights of different shapes: one of them is a nested tensor, or they"
-                " have different numbers of rows."
+                f"`WeightedTokens` found weights from {weights.min().item()} to {weights.max().item()} at"
+                f" {self._place()}; expected weights from 0 on with a finite sum. A negative one would push its token's"
+                " loss up."
             )
-        num_tokens = torch.stack([self._sum_live(*each) for each in zip(rows, of_weights, strict=True)]).sum()
-        return float(num_tokens) if num_tokens.device.type == "cpu" else num_tokens
+        return float(num_tokens)
 
-    def _sum_live(self, labels: Tensor, weights: Tensor) -> Tensor:
-        if labels.shape != weights.shape:
-            raise ValueError(
-                f"`WeightedTokens` found labels of shape {list(labels.shape)} and weights of shape"
-                f" {list(weights.shape)} at `weights={self.weights!r}`; expected the same shape."
+    @staticmethod
+    def add_up(weights: Tensor) -> Tensor:
+        """The sum of weights; NaN where one is negative, for which the others might make up."""
+        return torch.where((weights < 0).any(), torch.nan, weights.sum())
+
+    def _weights_of(self, batch: Any) -> Tensor:
+        weights = find_in(batch, self.weights, "WeightedTokens", "weights")
+        if not isinstance(weights, Tensor) or weights.dtype is torch.bool or weights.is_complex():
+            raise TypeError(
+                f"`WeightedTokens` found {describe_value(weights)} at {self._place()}; expected a tensor of numbers,"
+                " one for each label."
             )
+        return weights.detach()
+
+    def _of_live(self, labels: Tensor, weights: Tensor) -> Tensor:
+        """The weights of all labels that are predicted: one-dimensional, float64, 0 where a label is not live."""
+        rows, of_rows = rows_of(labels), rows_of(weights)
+        shapes = [[row.shape for row in each] for each in (rows, of_rows)]
+        if labels.is_nested != weights.is_nested or shapes[0] != shapes[1] or labels.device != weights.device:
+            raise ValueError(
+                f"`WeightedTokens` found labels, {_describe_parts(labels)}, and at {self._place()} weights,"
+                f" {_describe_parts(weights)}; expected the same shape, on the same device."
+            )
+        return torch.cat([self._of_live_row(*each).flatten() for each in zip(rows, of_rows, strict=True)])
+
+    def _of_live_row(self, labels: Tensor, weights: Tensor) -> Tensor:
         live = self.live(labels)
-        weights = torch.where(live, weights[..., weights.shape[-1] - live.shape[-1] :].double(), 0.0)
-        is_negative = (weights < 0).any()
-        if weights.device.type == "cpu" and is_negative:
-            raise ValueError(
-                f"`WeightedTokens` found a weight of {weights.min().item()} at `weights={self.weights!r}`; expected"
-                " weights from 0 on: a negative one would push its token's loss up."
-            )
-        return torch.where(is_negative, torch.nan, weights.sum())
+        return torch.where(live, weights[..., weights.shape[-1] - live.shape[-1] :].double(), 0.0)
+
+    def _place(self) -> str:
+        return f"`weights={self.weights!r}`"
+
+
+def _describe_parts(values: Tensor) -> str:
+    rows = f" with rows of shapes {[list(row.shape) for row in rows_of(values)]}" if values.is_nested else ""
+    return f"{describe_value(values)}{rows} on {values.device}"
 
 
 @dataclass(frozen=True)
@@ -145,25 +170,26 @@ class BatchCount:
     key: str | int = "num_tokens"
 
     def __post_init__(self) -> None:
-        if isinstance(self.key, bool) or not isinstance(self.key, (str, int)):
-            raise TypeError(
-                f"`BatchCount(key=...)` got {self.key!r}; expected a key or attribute name (str) or an index into the"
-                " batch (int)."
-            )
+        check_place(self.key, "BatchCount", "key")
 
-    def __call__(self, batch: Any) -> Any:
-        """The count of one micro-batch, as it is there.
+    def __call__(self, batch: Any) -> Count | Tensor:
+        """The count of one micro-batch.
+
+        Returns:
+            The number as it is there, an ``int`` or a ``float`` for one on the CPU.
 
         Raises:
-            ValueError: There is none, or one for each sample.
+            TypeError: It is not a number.
+            ValueError: There is none, or several: one for each sample or head.
         """
-        count = find_in(batch, self.key, "BatchCount", "key")
-        if isinstance(count, Tensor) and count.dim():
+        count = find_in(batch, self.key, "BatchCount", "key", "count")
+        found = f"`BatchCount(key={self.key!r})` found"
+        if isinstance(count, Mapping) or getattr(count, "ndim", None):
             raise ValueError(
-                f"`BatchCount` found a tensor of shape {list(count.shape)} at `key={self.key!r}`; expected one count"
-                " for the batch. Add the counts of samples up in the collate function."
+                f"{found} {describe_value(count)}; expected one count for the batch. Add those of its samples up in the"
+                " collate function; those of several heads have a key each: `Heads(lm=BatchCount('lm_tokens'))`."
             )
-        return count
+        return check_count(count, found)
 
     def describe(self) -> str:
         """What is counted, in a few words."""
@@ -176,6 +202,9 @@ class PerMicroBatch:
 
     For terms without tokens, such as the balance of experts, a z-loss or a regulariser: as a head beside the loss of
     tokens (`Heads`), their weight depends on neither ``K``, ``W`` nor ``N``.
+
+    A micro-batch without labels counts as well, so its loss has to be a number: a mean over no token, which is NaN, is
+    left out by counters of tokens, and here it is not. Padded micro-batches, of ranks whose data has ended, count 0.
 
     Example:
         >>> PerMicroBatch()({"input_ids": torch.zeros(2, 8)})

@@ -73,20 +73,17 @@ class SupervisedTokens:
     """What is counted, in words that go before "labels"."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.labels, bool) or not isinstance(self.labels, (str, int)):
-            raise TypeError(
-                f"`SupervisedTokens(labels=...)` got {self.labels!r}; expected a key or attribute name (str) or an"
-                " index into the batch (int)."
-            )
+        own_name = type(self).__name__
+        check_place(self.labels, own_name, "labels")
         for name in ("ignore_index", "shift"):
             value = getattr(self, name)
             if (isinstance(value, bool) or not isinstance(value, int)) and (name, value) != ("shift", "auto"):
                 error = ValueError if name == "shift" and isinstance(value, str) else TypeError
                 expected = "an int or 'auto'" if name == "shift" else "an int"
-                raise error(f"`SupervisedTokens({name}=...)` got {value!r}; expected {expected}.")
+                raise error(f"`{own_name}({name}=...)` got {value!r}; expected {expected}.")
         if self._shift < 0:
             raise ValueError(
-                f"`SupervisedTokens(shift=...)` got {self.shift}; expected 1 (the model shifts), 0 (labels line up) or"
+                f"`{own_name}(shift=...)` got {self.shift}; expected 1 (the model shifts), 0 (labels line up) or"
                 " 'auto'."
             )
 
@@ -141,14 +138,19 @@ class SupervisedTokens:
         labels, name = self.find_labels(batch), type(self).__name__
         if not isinstance(labels, Tensor) or labels.dtype not in _INTEGERS:
             raise TypeError(
-                f"`{name}` found {_describe(labels)} at {self._where()}; expected a tensor of integer labels."
+                f"`{name}` found {describe_value(labels)} at {self._where()}; expected a tensor of integer labels."
                 " Pass your own `count_tokens` for other kinds of targets."
+            )
+        if not labels.dim():
+            raise ValueError(
+                f"`{name}(shift={self._shift})` found {describe_value(labels)} at {self._where()}; expected shape"
+                " [batch_size] or [..., seq_len]."
             )
         if self._shift and labels.dim() < 2:
             decided_by = self.decided_by or ("called without a module" if self.shift == "auto" else "")
             auto = f" (`shift='auto'` means {self._shift} here: {decided_by}.)" if decided_by else ""
             raise ValueError(
-                f"`{name}(shift={self._shift})` found {_describe(labels)} at {self._where()}; expected shape"
+                f"`{name}(shift={self._shift})` found {describe_value(labels)} at {self._where()}; expected shape"
                 " [..., seq_len] with at least two dimensions, since nothing says where the rows of one-dimensional"
                 " labels end. Use `shift=0` if the labels already line up with the logits, else your own"
                 f" `count_tokens`.{auto}"
@@ -181,7 +183,20 @@ class SupervisedTokens:
         return f"`labels={self.labels!r}`"
 
 
-def find_in(batch: Any, where: str | int, counter: str, argument: str) -> Any:
+def check_place(where: Any, counter: str, argument: str) -> None:
+    """Check an argument that says where in a batch something is, as `find_in` takes it.
+
+    Raises:
+        TypeError: It is neither ``str`` nor ``int``.
+    """
+    if isinstance(where, bool) or not isinstance(where, (str, int)):
+        raise TypeError(
+            f"`{counter}({argument}=...)` got {where!r}; expected a key or attribute name (str) or an index into the"
+            " batch (int)."
+        )
+
+
+def find_in(batch: Any, where: str | int, counter: str, argument: str, what: str = "") -> Any:
     """A part of a batch: by a key of a mapping, an attribute of an object, or an index into a tuple or list.
 
     Args:
@@ -189,6 +204,7 @@ def find_in(batch: Any, where: str | int, counter: str, argument: str) -> Any:
         where: The key, attribute or index.
         counter: The counter that looks for it, for error texts.
         argument: Which of its arguments says where.
+        what: What is looked for, where the argument has another name.
 
     Raises:
         ValueError: There is none.
@@ -200,9 +216,10 @@ def find_in(batch: Any, where: str | int, counter: str, argument: str) -> Any:
             return batch[where]
         return batch[where] if isinstance(batch, Mapping) else getattr(batch, where)
     except (KeyError, IndexError, AttributeError, TypeError):
+        what = what or argument
         raise ValueError(
-            f"`{counter}` found no {argument} at `{argument}={where!r}`. The batch is {_describe_batch(batch)}."
-            f" Point `{counter}({argument}=...)` at the {argument}, or pass your own `count_tokens` to the strategy."
+            f"`{counter}` found no {what} at `{argument}={where!r}`. The batch is {_describe_batch(batch)}."
+            f" Point `{counter}({argument}=...)` at the {what}, or pass your own `count_tokens` to the strategy."
         ) from None
 
 
@@ -272,8 +289,8 @@ def check_count(value: Any, source: str = COUNTER_RETURNED) -> Count | Tensor:
         return value.item() if value.device.type == "cpu" else value.detach()
     if isinstance(value, Mapping):
         raise TypeError(
-            f"{source} counts of several heads, {_describe(value)}; expected one number. Heads are for strategies and"
-            " loops of `lightning_tokennorm`, and for `TokenMeanMetric`."
+            f"{source} counts of several heads, {describe_value(value)}; expected one number. Heads are for strategies"
+            " and loops of `lightning_tokennorm`, and for `TokenMeanMetric`."
         )
     if not isinstance(value, (bool, Tensor)):
         if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
@@ -281,7 +298,7 @@ def check_count(value: Any, source: str = COUNTER_RETURNED) -> Count | Tensor:
         with suppress(TypeError):
             return operator.index(value)
     raise TypeError(
-        f"{source} {_describe(value)}; expected the number of supervised tokens of the batch as an"
+        f"{source} {describe_value(value)}; expected the number of supervised tokens of the batch as an"
         " int, a float (a sum of token weights) or a 0-dim tensor."
     )
 
@@ -321,7 +338,8 @@ def to_host(counts: Sequence[Count | Tensor], source: str = COUNTER_RETURNED) ->
     return tuple(host)
 
 
-def _describe(value: Any) -> str:
+def describe_value(value: Any) -> str:
+    """What a value is, for the text of an error: shape and type of a tensor, else itself and its type."""
     if isinstance(value, Tensor) and value.is_nested:
         return f"a nested tensor of {value.size(0)} rows and dtype {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, Tensor):
@@ -340,7 +358,7 @@ def _describe_batch(batch: Any) -> str:
     elif hasattr(batch, "__dict__") and not isinstance(batch, Tensor):
         parts = vars(batch)
     else:
-        return _describe(batch)
-    listed = ", ".join(f"{key!r}: {_describe(part)}" for key, part in list(parts.items())[:20])
+        return describe_value(batch)
+    listed = ", ".join(f"{key!r}: {describe_value(part)}" for key, part in list(parts.items())[:20])
     more = f", and {len(parts) - 20} more" if len(parts) > 20 else ""
     return f"a {type(batch).__name__} that holds {{{listed}{more}}}"

@@ -96,6 +96,10 @@ def test_signatures() -> None:
     }
     assert list(parameters(package.TokenWindow.backward)) == ["self", "loss", "backward"]
     assert parameters(package.SupervisedTokens) == {"labels": "labels", "ignore_index": -100, "shift": "auto"}
+    assert parameters(package.SupervisedSamples) == parameters(package.SupervisedTokens)
+    assert parameters(package.WeightedTokens) == {**parameters(package.SupervisedTokens), "weights": "loss_weights"}
+    assert parameters(package.BatchCount) == {"key": "num_tokens"}
+    assert parameters(package.PerMicroBatch) == {}
     assert parameters(package.TokenMeanMetric) == {
         "name": "loss_per_token",
         "count_tokens": None,
