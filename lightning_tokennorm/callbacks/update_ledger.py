@@ -33,7 +33,8 @@ class UpdateLedger(Callback):
     ==================  ==========================================================================================
     ``loss_sum``        over all ranks, where the record has its own rank's; ``null`` where an error came before the
                         ranks had exchanged it
-    ``loss_per_token``  ``loss_sum / num_tokens``; ``null`` without tokens
+    ``loss_per_token``  ``loss_sum / num_tokens``; ``null`` without tokens, and with several losses
+    ``heads``           the tokens of each head, where there are several losses
     ``tokens_total``    supervised tokens of the updates in this file so far that were applied
     ``lr``              the learning rate of each parameter group, as the update used it
     ``seconds``         since the update before, on rank zero, validation and whatever else came between included
@@ -138,6 +139,8 @@ class UpdateLedger(Callback):
         self._last_update = record
         now = time.perf_counter()
         line = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+        if heads := line.pop("heads"):
+            line["heads"] = {name: each.num_tokens for name, each in heads.items()}
         line |= {"lr": self._rates, "seconds": round(now - self._since, 6)}
         self._since = now
         # tensor parallelism: another rank of the same model replica has these losses as well
@@ -160,7 +163,8 @@ class UpdateLedger(Callback):
             num_tokens = line["num_tokens"]
             self._tokens_total += num_tokens if line["applied"] else 0
             line["loss_sum"] = loss_sum
-            line["loss_per_token"] = loss_sum / num_tokens if loss_sum is not None and num_tokens else None
+            has_mean = loss_sum is not None and num_tokens and "heads" not in line
+            line["loss_per_token"] = loss_sum / num_tokens if has_mean else None
             line["tokens_total"] = self._tokens_total
             line["lr"] = [float(rate) for rate in line["lr"]]
             lines.append(json.dumps({key: _finite(value) for key, value in line.items()}, default=str) + "\n")

@@ -27,6 +27,8 @@ CASES = {
     "uneven streams": Case((2, 5, 4), 2, HAND, ((0, 1),), stream=True, epochs=2),
 }
 ALL_AT_ONCE = ("uneven streams",)
+TELLING = ("short tail", "rank without a batch", *ALL_AT_ONCE)
+"""Each case once, and these for every host: the others differ in the same code."""
 
 
 def fit_ddp(rank: int, case: Case, options: dict[str, Any], **trainer: Any) -> list[Any]:
@@ -63,14 +65,14 @@ def fit_loop(make: Callable[[int], loops.Host]) -> Callable[..., list[Any]]:
 
 
 HOSTS: dict[str, tuple[Callable[..., list[Any]], dict[str, Any], Any]] = {
-    "ddp": (fit_ddp, {}, CASES),
+    "ddp": (fit_ddp, {}, TELLING),
     "fsdp": (fit_fsdp, {}, CASES),
     "fsdp, once": (fit_fsdp, ONCE, ALL_AT_ONCE),
-    "model parallel": (fit_model_parallel, {}, CASES),
+    "model parallel": (fit_model_parallel, {}, TELLING),
     "model parallel, once": (fit_model_parallel, ONCE, ALL_AT_ONCE),
-    "loop, ddp": (fit_loop(loops.ddp), {}, ("short tail", *ALL_AT_ONCE)),
-    "loop, fsdp": (fit_loop(loops.fsdp), {}, CASES),
-    "loop, fully_shard": (fit_loop(loops.sharded), {}, CASES),
+    "loop, ddp": (fit_loop(loops.ddp), {}, TELLING),
+    "loop, fsdp": (fit_loop(loops.fsdp), {}, TELLING),
+    "loop, fully_shard": (fit_loop(loops.sharded), {}, TELLING),
 }
 
 
