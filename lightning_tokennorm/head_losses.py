@@ -73,7 +73,8 @@ class HeadLosses:
                 self._terms.setdefault(name, {})[micro_batch] = (plain_value(loss), weight)
         live = self.live(plan, micro_batch)
         if not live:
-            return sum((each.reshape(()) for each in losses.values() if isinstance(each, Tensor)), torch.zeros(()))
+            given = (each for each in losses.values() if isinstance(each, Tensor) and each.numel() == 1)
+            return sum((each.reshape(()) for each in given), torch.zeros(()))
         weights = [self._weight(name) for name in live]
         factors = [plan.head_factor(name, micro_batch, self._loss_reduction) for name in live]
         gradients = [weight * factor for weight, factor in zip(weights, factors, strict=True)]

@@ -70,7 +70,7 @@ class TokenNormStrategy(FitLifecycle):
             return moved
         # Lightning leaves a micro-batch without a batch out, and with it the end of its window.
         windows = self._windows
-        if windows.num_tokens_in_hand() and feed.exchange.world_size > 1:
+        if windows.num_tokens_in_hand() and (feed.exchange.world_size > 1 or windows.has_heads):
             raise TokenNormError(
                 f"A transfer hook returned None for batch {feed.trainer.fit_loop.batch_idx + 1} on rank"
                 f" {feed.exchange.rank}, whose {windows.num_tokens_in_hand()} supervised tokens the ranks have counted"
@@ -170,7 +170,8 @@ class TokenNormStrategy(FitLifecycle):
         loss = windows.combine(output if losses is None else losses, self._where())
         assert isinstance(output, Mapping)
         assert isinstance(losses, Mapping)
-        return {**output, "loss": loss, "losses": {name: each.detach() for name, each in losses.items()}}
+        seen = {name: each.detach() if isinstance(each, Tensor) else each for name, each in losses.items()}
+        return {**output, "loss": loss, "losses": seen}
 
     @override
     def backward(self, closure_loss: Any, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

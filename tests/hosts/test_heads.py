@@ -403,6 +403,32 @@ def test_what_is_wrong_is_an_error_on_all_ranks(name: str, said: list[dict[str, 
         assert WRONG[name][2] in texts[name]
 
 
+class NoneWhereIdle(Scalars):
+    """Says with None, or an empty tensor, that a head has nothing to say."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"losses": {"b": torch.zeros(0), "a": None, **super().training_step(batch, batch_idx)["losses"]}}
+
+
+def test_losses_of_heads_without_tokens_are_not_looked_at() -> None:
+    module = NoneWhereIdle()
+    trainer = make_trainer(1, strategy=TokenNormDDP(count_tokens=tokens_of), accumulate_grad_batches=3)
+    trainer.fit(module, DataLoader([*RIG[0], {"b": (0, 0.0), "a": (0, 0.0)}], batch_size=None))
+    assert module.gradients == [[2.0 + 4.0, 4.0]]  # (3 + 5) / 4 and 4 / 1
+
+
+class LosesABatch(Scalars):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return None
+
+
+def test_a_batch_that_is_lost_after_it_was_counted() -> None:
+    """With one loss the rest of the window is made up for; here each head would need a factor of its own."""
+    trainer = make_trainer(1, strategy=TokenNormDDP(count_tokens=tokens_of))
+    with pytest.raises(TokenNormError, match="whose 4 supervised tokens the ranks have counted already"):
+        trainer.fit(LosesABatch(), DataLoader(RIG[0], batch_size=None))
+
+
 def test_heads_without_their_counts() -> None:
     class OneLoss(Scalars):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
