@@ -73,7 +73,7 @@ class WindowAccounting(WindowAgreement):
         self._left_out = set()
         self._outcome = NOT_STEPPED
         self._mismatches = []
-        self._plan = plan
+        self._plan, self.micro_batch = plan, -1
         self.exchange.start()
         return plan
 
@@ -91,6 +91,11 @@ class WindowAccounting(WindowAgreement):
     def has_window(self) -> bool:
         """Whether there is a window in hand, or one that has been finished and not been recorded."""
         return self._plan is not None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the window in hand has a micro-batch in hand; not where it is planned only."""
+        return self._plan is not None and self.micro_batch >= 0
 
     def drop_window(self) -> None:
         """Leave the window in hand without a record: nothing is trained on in it."""

@@ -143,7 +143,7 @@ class WindowView(ParallelStrategy):
     def _close_window(self) -> None:
         """Make the record of the window in hand, if it is over: whatever optimizer and module have made of it."""
         feed = self._feed
-        if feed is None or feed.windows is None or not feed.windows.has_window or feed.fetcher is None:
+        if feed is None or feed.windows is None or not feed.windows.has_begun or feed.fetcher is None:
             return
         if not feed.fetcher.unfinished:
             self._tokens_seen = total([self._tokens_seen, feed.windows.tokens_trained_on])
