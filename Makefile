@@ -22,7 +22,7 @@ finetune: setup
 	$(BIN)/python examples/finetune_causal_lm.py $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -n 3 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .
